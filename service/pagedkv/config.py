@@ -1,0 +1,75 @@
+"""Frozen, validated configuration values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pagedkv.dtypes import DType
+from pagedkv.errors import InvalidArgument
+
+BLOCK_SIZES = (8, 16, 32, 64, 128)
+HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
+
+
+def require(condition: bool, field: str, message: str, value: object, limit: object = None) -> None:
+    """Raise InvalidArgument naming `field`, `value` and `limit` unless `condition` holds."""
+    if not condition:
+        raise InvalidArgument(f"{message}, got {value!r}", field=field, value=value, limit=limit)
+
+
+@dataclass(frozen=True, slots=True)
+class KvShape:
+    """Geometry of the keys and values that a pool holds."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: DType = DType.FLOAT32
+
+    def __post_init__(self) -> None:
+        for field in ("num_layers", "num_heads", "num_kv_heads"):
+            require(getattr(self, field) >= 1, field, "must be at least 1", getattr(self, field), 1)
+        require(self.head_dim in HEAD_DIMS, "head_dim", f"must be one of {HEAD_DIMS}", self.head_dim, HEAD_DIMS)
+        require(
+            self.num_heads % self.num_kv_heads == 0,
+            "num_kv_heads",
+            f"must divide num_heads ({self.num_heads})",
+            self.num_kv_heads,
+            self.num_heads,
+        )
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one KV head."""
+        return self.num_heads // self.num_kv_heads
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """Size and policy of the control plane.
+
+    `hash_root` seeds the prefix hash chain; None draws a random one, so that digests of two processes never match.
+    `max_sequence_tokens` is the longest sequence; None means the whole pool.
+    """
+
+    num_blocks: int
+    block_size: int = 16
+    num_layers: int = 1
+    max_sequence_tokens: int | None = None
+    prefix_caching: bool = True
+    hash_root: bytes | None = None
+
+    def __post_init__(self) -> None:
+        require(self.num_blocks >= 1, "num_blocks", "must be at least 1", self.num_blocks, 1)
+        require(self.num_blocks < 2**31, "num_blocks", "must fit a 32-bit block id", self.num_blocks, 2**31 - 1)
+        require(self.block_size >= 1, "block_size", "must be at least 1", self.block_size, 1)
+        require(self.num_layers >= 1, "num_layers", "must be at least 1", self.num_layers, 1)
+        limit = self.max_sequence_tokens
+        require(limit is None or limit >= 1, "max_sequence_tokens", "must be at least 1", limit, 1)
+
+    @property
+    def sequence_limit(self) -> int:
+        """Most tokens one sequence may hold."""
+        pool = self.num_blocks * self.block_size
+        return pool if self.max_sequence_tokens is None else min(pool, self.max_sequence_tokens)
