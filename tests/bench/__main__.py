@@ -1,0 +1,19 @@
+"""Run one benchmark by name: `./run bench NAME [OPTIONS]`. Each lives in tests/bench/NAME_bench.py as main(argv)."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+
+def main() -> int:
+    names = sorted(path.stem.removesuffix("_bench") for path in Path(__file__).parent.glob("*_bench.py"))
+    if len(sys.argv) < 2 or sys.argv[1] not in names:
+        print(f"usage: ./run bench {{{'|'.join(names)}}} [OPTIONS]", file=sys.stderr)
+        return 2
+    return importlib.import_module(f"tests.bench.{sys.argv[1]}_bench").main(sys.argv[2:]) or 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
