@@ -73,3 +73,30 @@ class CacheConfig:
         """Most tokens one sequence may hold."""
         pool = self.num_blocks * self.block_size
         return pool if self.max_sequence_tokens is None else min(pool, self.max_sequence_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Limits of the generation engine.
+
+    `max_batch_tokens` bounds the tokens computed in one step; longer prompts are computed in chunks over several
+    steps, between which running requests keep decoding. `max_model_len` None means the model's own context length.
+    """
+
+    max_num_seqs: int = 64
+    max_batch_tokens: int = 512
+    max_waiting: int = 1024
+    max_model_len: int | None = None
+
+    def __post_init__(self) -> None:
+        for field in ("max_num_seqs", "max_batch_tokens", "max_waiting"):
+            require(getattr(self, field) >= 1, field, "must be at least 1", getattr(self, field), 1)
+        limit = self.max_model_len
+        require(limit is None or limit >= 2, "max_model_len", "must be at least 2", limit, 2)
+        require(
+            self.max_batch_tokens >= self.max_num_seqs,
+            "max_batch_tokens",
+            f"must be at least max_num_seqs ({self.max_num_seqs}), or running requests could not all decode",
+            self.max_batch_tokens,
+            self.max_num_seqs,
+        )

@@ -45,11 +45,15 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """A prompt with its sampling parameters. `salt` separates prefix caches of tenants."""
+    """A prompt with its sampling parameters.
+
+    `salt` separates prefix caches of tenants; `trace_context` is the caller's W3C traceparent, if one came.
+    """
 
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     salt: bytes = b""
+    trace_context: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

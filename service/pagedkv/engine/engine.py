@@ -1,0 +1,275 @@
+"""The generation engine: a loop that schedules, computes and samples one step after another."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pagedkv.cache import CacheManager
+from pagedkv.compute.backend import Backend
+from pagedkv.config import EngineConfig, require
+from pagedkv.engine.batch import build_step_input
+from pagedkv.engine.observer import EngineObserver, NullObserver, StepReport
+from pagedkv.engine.request import FinishReason, GenerationRequest
+from pagedkv.engine.scheduler import ScheduledChunk, Scheduler
+from pagedkv.engine.state import RequestState
+from pagedkv.engine.stream import GenerationStream
+from pagedkv.errors import DeviceError, Draining, OutOfBlocks, PagedKvError, QuotaExceeded, SequenceTooLong
+from pagedkv.model import Decoder, ModelConfig, StepInput, Tokenizer
+
+_log = logging.getLogger(__name__)
+_BLOCKED_POLL_SECONDS = 0.02  # how soon to look again when other holders of the pool keep every request waiting
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Requests in the engine now."""
+
+    num_running: int
+    num_waiting: int
+
+
+class Engine:
+    """Generates text for many requests at once on the cache's page pool.
+
+    Every method is called on the event loop. Requests join and leave the batch at every step.
+    """
+
+    def __init__(
+        self,
+        *,
+        backend: Backend,
+        cache: CacheManager,
+        decoder: Decoder,
+        tokenizer: Tokenizer,
+        model_config: ModelConfig,
+        config: EngineConfig | None = None,
+        observer: EngineObserver | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.model_config = model_config
+        self.config = config or EngineConfig()
+        self._backend = backend
+        self._cache = cache
+        self._decoder = decoder
+        self._observer: EngineObserver = observer or NullObserver()
+        self._scheduler = Scheduler(
+            cache, self.config, on_admitted=self._note_admitted, on_preempted=self._note_preempted
+        )
+        self._wake = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._task: asyncio.Task[None] | None = None
+        self._next_id = 0
+        self._draining = False
+        self._failure: DeviceError | None = None
+
+    @property
+    def stats(self) -> EngineStats:
+        """Counts of requests now."""
+        return EngineStats(len(self._scheduler.running), len(self._scheduler.waiting))
+
+    @property
+    def is_healthy(self) -> bool:
+        """False from the moment the device failed."""
+        return self._failure is None
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens that a prompt and its output may have together."""
+        limits = (self.model_config.context_length, self._cache.config.sequence_limit, self.config.max_model_len)
+        return min(limit for limit in limits if limit is not None)
+
+    async def start(self) -> None:
+        """Start the loop."""
+        self._task = asyncio.create_task(self._run(), name="pagedkv-engine")
+
+    async def stop(self, grace_seconds: float = 0.0) -> None:
+        """Refuse new requests, let those in the engine end for up to `grace_seconds`, cancel the rest."""
+        self._draining = True
+        try:
+            await asyncio.wait_for(self._idle.wait(), grace_seconds)
+        except TimeoutError:
+            for request in [*self._scheduler.running, *self._scheduler.waiting]:
+                self._end(request, FinishReason.CANCELLED)
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def submit(self, request: GenerationRequest) -> GenerationStream:
+        """Queue a request and return its stream.
+
+        Raises InvalidArgument for an empty prompt or a token id outside the vocabulary, SequenceTooLong for a prompt
+        that leaves no room for a token, OutOfBlocks for one that the whole pool could not hold, QuotaExceeded when
+        too many requests wait, Draining after `stop`, DeviceError once the device has failed.
+        """
+        self._check_open()
+        max_tokens = self._check_request(request)
+        request_id = f"~gen-{self._next_id}"
+        self._next_id += 1
+        stream = GenerationStream(request_id, lambda: self._end(state, FinishReason.CANCELLED))
+        sampling = request.sampling
+        eos_token_ids = () if sampling.ignore_eos else self.model_config.eos_token_ids
+        state = RequestState(
+            request_id,
+            request,
+            max_tokens=max_tokens,
+            stop_token_ids=frozenset((*eos_token_ids, *sampling.stop_token_ids)),
+            token_bytes=self.tokenizer.token_bytes,
+            stream=stream,
+            now=time.perf_counter(),
+        )
+        self._scheduler.add(state)
+        self._idle.clear()
+        self._wake.set()
+        self._observer.on_queued(request_id, state.num_prompt_tokens, request.trace_context)
+        return stream
+
+    def _check_open(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if self._draining:
+            raise Draining("the server is shutting down")
+        limit = self.config.max_waiting
+        if len(self._scheduler.waiting) >= limit:
+            raise QuotaExceeded(f"{limit} requests are waiting already", field="max_waiting", limit=limit)
+
+    def _check_request(self, request: GenerationRequest) -> int:
+        """Return the number of tokens the request may generate."""
+        vocab_size, prompt = self.model_config.vocab_size, request.prompt_token_ids
+        require(len(prompt) > 0, "prompt", "must hold at least one token", len(prompt), 1)
+        check_token_ids("prompt_token_ids", prompt, vocab_size)
+        check_token_ids("stop_token_ids", request.sampling.stop_token_ids, vocab_size)
+        pool_tokens = self._cache.config.num_blocks * self._cache.config.block_size
+        if len(prompt) > pool_tokens:
+            needed = -(-len(prompt) // self._cache.config.block_size)
+            usage, total = self._cache.usage(), self._cache.config.num_blocks
+            raise OutOfBlocks(needed=needed, free=self._cache.num_available(), evictable=usage.cached, total=total)
+        if len(prompt) >= self.max_model_len:
+            raise SequenceTooLong(
+                "the prompt leaves no room for a new token", num_tokens=len(prompt), limit=self.max_model_len - 1
+            )
+        return min(request.sampling.max_tokens, self.max_model_len - len(prompt))
+
+    async def _run(self) -> None:
+        try:
+            while True:
+                await self._step_or_wait()
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            _log.exception("the engine stopped")
+            self._fail(error)
+
+    async def _step_or_wait(self) -> None:
+        chunks = self._scheduler.schedule()
+        if chunks:
+            await self._step(chunks)
+            return
+        self._wake.clear()
+        if self._scheduler.waiting:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), _BLOCKED_POLL_SECONDS)
+            return
+        self._idle.set()
+        await self._wake.wait()
+
+    async def _step(self, chunks: Sequence[ScheduledChunk]) -> None:
+        started = time.perf_counter()
+        step = build_step_input(chunks, self._cache)
+        future = self._backend.submit(lambda: self._forward(step))
+        self._cache.commit_batch([chunk.reservation for chunk in chunks])
+        for chunk in chunks:
+            chunk.request.num_computed += chunk.reservation.num_tokens
+        logits = await asyncio.wrap_future(future)
+        ready = [chunk.request for chunk in chunks if chunk.produces_token]
+        sampled = await self._sample(ready, logits)
+        for request, token_id in zip(ready, sampled, strict=True):
+            if request.finish_reason is None:
+                self._accept(request, token_id)
+        self._observer.on_step(_report(chunks, step, time.perf_counter() - started))
+
+    def _forward(self, step: StepInput) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
+        """Run the model inside a backend job."""
+        return self._backend.to_host(self._decoder.forward(step))
+
+    async def _sample(
+        self, requests: Sequence[RequestState], logits: np.ndarray[tuple[int, int], np.dtype[np.float32]]
+    ) -> list[int | DeviceError]:
+        def sample() -> list[int | DeviceError]:
+            return [_sample_one(request, row) for request, row in zip(requests, logits, strict=True)]
+
+        if all(request.sampler.is_greedy for request in requests):
+            return sample()
+        return await asyncio.to_thread(sample)  # sorting a vocabulary for top-p takes milliseconds
+
+    def _accept(self, request: RequestState, token_id: int | DeviceError) -> None:
+        if isinstance(token_id, DeviceError):
+            self._end(request, FinishReason.ERROR, token_id)
+            return
+        now = time.perf_counter()
+        is_first = request.num_output_tokens == 0
+        request.accept(token_id)
+        if is_first:
+            self._observer.on_first_token(request.request_id, now - request.queued_at)
+        else:
+            self._observer.on_token(request.request_id, now - request.last_token_at)
+        request.last_token_at = now
+        if request.finish_reason is not None:
+            self._forget(request, request.finish_reason)
+
+    def _end(self, request: RequestState, reason: FinishReason, error: PagedKvError | None = None) -> None:
+        """End a request from outside its own text; does nothing if it has ended."""
+        if request.finish_reason is not None:
+            return
+        if error is None:
+            request.finish(reason)
+        else:
+            request.finish_reason = reason
+            request.stream.fail(error)
+        self._forget(request, reason)
+
+    def _forget(self, request: RequestState, reason: FinishReason) -> None:
+        self._scheduler.remove(request)
+        self._wake.set()
+        self._observer.on_finished(request.request_id, reason, request.num_prompt_tokens, request.num_output_tokens)
+
+    def _fail(self, error: Exception) -> None:
+        self._failure = error if isinstance(error, DeviceError) else DeviceError("the engine failed; see the log")
+        for request in [*self._scheduler.running, *self._scheduler.waiting]:
+            self._end(request, FinishReason.ERROR, self._failure)
+        self._idle.set()
+
+    def _note_admitted(self, request: RequestState) -> None:
+        waited = time.perf_counter() - request.queued_at
+        self._observer.on_scheduled(request.request_id, waited, request.num_cached_tokens)
+
+    def _note_preempted(self, request: RequestState, num_tokens_lost: int) -> None:
+        self._observer.on_preempted(request.request_id, "recompute", "out_of_blocks", num_tokens_lost)
+
+
+def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    """Raise InvalidArgument naming the first position whose id is outside [0, vocab_size)."""
+    for position, token_id in enumerate(token_ids):
+        require(
+            0 <= token_id < vocab_size, f"{field}[{position}]", f"must be in [0, {vocab_size})", token_id, vocab_size
+        )
+
+
+def _sample_one(request: RequestState, row: np.ndarray[tuple[int], np.dtype[np.float32]]) -> int | DeviceError:
+    try:
+        return request.sampler.sample(row)
+    except DeviceError as error:
+        return error
+
+
+def _report(chunks: Sequence[ScheduledChunk], step: StepInput, seconds: float) -> StepReport:
+    num_decode = sum(chunk.reservation.num_tokens == 1 for chunk in chunks)
+    num_prefill = sum(chunk.reservation.num_tokens for chunk in chunks) - num_decode
+    return StepReport(len(chunks), num_prefill, num_decode, len(step.copies), seconds)

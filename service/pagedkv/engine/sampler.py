@@ -1,0 +1,67 @@
+"""Choose the next token from a row of logits."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from pagedkv.engine.request import GREEDY_TEMPERATURE, SamplingParams
+from pagedkv.errors import DeviceError
+
+FloatArray = npt.NDArray[np.float32]
+
+
+class Sampler:
+    """One request's sampling: its parameters and its own random stream, independent of every other request."""
+
+    def __init__(self, params: SamplingParams) -> None:
+        self._params = params
+        self._random = np.random.Generator(np.random.Philox(params.seed))
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the next token is the arg max, with no randomness."""
+        return self._params.temperature <= GREEDY_TEMPERATURE or self._params.top_k == 1
+
+    def sample(self, logits: FloatArray) -> int:
+        """Return a token id for logits [vocab_size] float32.
+
+        Raises DeviceError if a logit is NaN or no logit is finite: nothing sensible can be drawn from such a row.
+        """
+        best = int(np.argmax(logits))  # NumPy's arg max returns the first NaN if there is one
+        if not np.isfinite(logits[best]):
+            raise DeviceError("the model produced logits that are not finite", logit=float(logits[best]))
+        if self.is_greedy:
+            return best
+        return self._draw(logits)
+
+    def _draw(self, logits: FloatArray) -> int:
+        candidates = self._top_k(logits)
+        scaled = candidates_scores(logits, candidates) / self._params.temperature
+        probabilities = np.exp(scaled - scaled.max())
+        if self._params.top_p < 1.0:
+            candidates, probabilities = self._top_p(candidates, probabilities)
+        cumulative = np.cumsum(probabilities)
+        drawn = int(np.searchsorted(cumulative, self._random.random() * cumulative[-1], side="right"))
+        chosen = min(drawn, len(cumulative) - 1)
+        return chosen if candidates is None else int(candidates[chosen])
+
+    def _top_k(self, logits: FloatArray) -> npt.NDArray[np.intp] | None:
+        top_k = self._params.top_k
+        if top_k == 0 or top_k >= len(logits):
+            return None
+        return np.argpartition(logits, -top_k)[-top_k:]
+
+    def _top_p(
+        self, candidates: npt.NDArray[np.intp] | None, probabilities: npt.NDArray[np.float64]
+    ) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.float64]]:
+        """Keep the smallest set of most likely tokens whose share reaches top_p; at least one."""
+        order = np.argsort(-probabilities, kind="stable")
+        cumulative = np.cumsum(probabilities[order])
+        kept = order[: int(np.searchsorted(cumulative, self._params.top_p * cumulative[-1])) + 1]
+        return (kept if candidates is None else candidates[kept]), probabilities[kept]
+
+
+def candidates_scores(logits: FloatArray, candidates: npt.NDArray[np.intp] | None) -> npt.NDArray[np.float64]:
+    """Return the logits of the candidates (None: of all tokens) as float64."""
+    return (logits if candidates is None else logits[candidates]).astype(np.float64)

@@ -1,0 +1,132 @@
+"""Which tokens are computed in the next step: continuous batching with chunked prefill.
+
+Running requests come first, so that a stream never waits for a new prompt longer than one step; what is left of the
+step's token budget goes to prompts, in order of arrival. Blocks are taken on demand. When the pool has none left, the
+request that joined last gives its blocks back and is computed again later from its tokens (recompute); most of its
+prefix is usually still cached.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pagedkv.cache import CacheManager, PrefixExtras, Reservation, ReserveRequest
+from pagedkv.config import EngineConfig
+from pagedkv.engine.state import RequestState
+from pagedkv.errors import OutOfBlocks
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledChunk:
+    """The tokens [start, start + num_tokens) of one request, computed in this step."""
+
+    request: RequestState
+    reservation: Reservation
+
+    @property
+    def produces_token(self) -> bool:
+        """Whether the chunk reaches the request's last token, so that its logits give the next one."""
+        return self.reservation.start + self.reservation.num_tokens == len(self.request.token_ids)
+
+
+class Scheduler:
+    """Owns the waiting and the running requests and their sequences in the cache."""
+
+    def __init__(
+        self,
+        cache: CacheManager,
+        config: EngineConfig,
+        *,
+        on_admitted: Callable[[RequestState], None],
+        on_preempted: Callable[[RequestState, int], None],
+    ) -> None:
+        self.waiting: deque[RequestState] = deque()
+        self.running: list[RequestState] = []
+        self._cache = cache
+        self._config = config
+        self._on_admitted = on_admitted
+        self._on_preempted = on_preempted
+
+    def add(self, request: RequestState) -> None:
+        """Queue a request."""
+        self.waiting.append(request)
+
+    def remove(self, request: RequestState) -> None:
+        """Forget a request and free its blocks; does nothing for one that is gone already."""
+        if request in self.running:
+            self.running.remove(request)
+            self._cache.free(request.request_id)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+
+    def schedule(self) -> list[ScheduledChunk]:
+        """Reserve the next step's slots; empty if nothing can run now. The caller commits the reservations."""
+        self._admit()
+        while self.running:
+            plan = self._plan()
+            try:
+                reservations = self._cache.reserve_batch([reserve for _, reserve in plan])
+            except OutOfBlocks:
+                self._preempt(self.running[-1])
+                continue
+            return [ScheduledChunk(request, made) for (request, _), made in zip(plan, reservations, strict=True)]
+        return []
+
+    def _plan(self) -> list[tuple[RequestState, ReserveRequest]]:
+        budget = self._config.max_batch_tokens - sum(request.num_uncomputed == 1 for request in self.running)
+        plan = []
+        for request in self.running:
+            num_tokens = request.num_uncomputed
+            if num_tokens > 1:
+                num_tokens = min(num_tokens, budget)
+                budget -= num_tokens
+            if num_tokens:
+                start = request.num_computed
+                token_ids = request.token_ids[start : start + num_tokens]
+                plan.append((request, ReserveRequest(request.request_id, num_tokens, token_ids=token_ids)))
+        return plan
+
+    def _admit(self) -> None:
+        budget = self._config.max_batch_tokens - sum(request.num_uncomputed for request in self.running)
+        while self.waiting and len(self.running) < self._config.max_num_seqs and budget > 0:
+            request = self.waiting[0]
+            if not self._try_allocate(request):
+                return
+            self.waiting.popleft()
+            self.running.append(request)
+            self._on_admitted(request)
+            budget -= request.num_uncomputed
+
+    def _try_allocate(self, request: RequestState) -> bool:
+        """Take the request's cached prefix if the pool can also give the rest of its tokens and leave headroom."""
+        extras = PrefixExtras(salt=request.salt)
+        num_cached = self._cache.probe_prefix(request.token_ids, extras)
+        if self._num_blocks(len(request.token_ids) + 1 - num_cached) > self._num_unclaimed():
+            return False
+        allocation = self._cache.allocate(request.request_id, request.token_ids, extras=extras)
+        num_cached = allocation.num_cached_tokens
+        if self._num_blocks(len(request.token_ids) + 1 - num_cached) > self._num_unclaimed():
+            self._cache.free(request.request_id)  # the cached prefix itself was what looked available
+            return False
+        request.num_computed = num_cached
+        if request.num_preemptions == 0:
+            request.num_cached_tokens = num_cached
+        return True
+
+    def _num_unclaimed(self) -> int:
+        """Blocks the pool can give beyond what running prompts still need and one more for each running request."""
+        claimed = sum(self._num_blocks(request.num_uncomputed) for request in self.running)
+        return self._cache.num_available() - claimed
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._cache.config.block_size)
+
+    def _preempt(self, request: RequestState) -> None:
+        self.running.remove(request)
+        self._cache.free(request.request_id)
+        num_tokens_lost, request.num_computed = request.num_computed, 0
+        request.num_preemptions += 1
+        self.waiting.appendleft(request)
+        self._on_preempted(request, num_tokens_lost)

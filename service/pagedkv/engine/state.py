@@ -1,0 +1,85 @@
+"""A request inside the engine: its tokens, how far they are computed, and what turns them into text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pagedkv.engine.detokenizer import IncrementalDetokenizer, StopChecker
+from pagedkv.engine.request import FinishReason, GenerationChunk, GenerationRequest
+from pagedkv.engine.sampler import Sampler
+from pagedkv.engine.stream import GenerationStream
+
+
+class RequestState:
+    """One generation from queue to end. Survives preemption: tokens, text and random stream go on where they were."""
+
+    def __init__(
+        self,
+        request_id: str,
+        request: GenerationRequest,
+        *,
+        max_tokens: int,
+        stop_token_ids: frozenset[int],
+        token_bytes: Callable[[int], bytes],
+        stream: GenerationStream,
+        now: float,
+    ) -> None:
+        self.request_id = request_id
+        self.salt = request.salt
+        self.num_prompt_tokens = len(request.prompt_token_ids)
+        self.token_ids = list(request.prompt_token_ids)
+        self.num_computed = 0  # leading tokens whose K and V are in the pool
+        self.num_cached_tokens = 0  # of the prompt, found in the prefix cache when the request first joined the batch
+        self.num_preemptions = 0
+        self.finish_reason: FinishReason | None = None
+        self.stream = stream
+        self.sampler = Sampler(request.sampling)
+        self.queued_at = self.last_token_at = now
+        self._max_tokens = max_tokens
+        self._stop_token_ids = stop_token_ids
+        self._detokenizer = IncrementalDetokenizer(token_bytes, request.prompt_token_ids)
+        self._stop_checker = StopChecker(request.sampling.stop)
+        self._unsent_token_ids: list[int] = []
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated so far."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Tokens whose K and V are still to be computed; 1 while decoding."""
+        return len(self.token_ids) - self.num_computed
+
+    def accept(self, token_id: int) -> None:
+        """Append a sampled token, send the text that became certain, and end the request if it is the last."""
+        self.token_ids.append(token_id)
+        self._unsent_token_ids.append(token_id)
+        if token_id in self._stop_token_ids:
+            self.finish(FinishReason.STOP, self._stop_checker.flush())
+            return
+        text, stopped = self._stop_checker.push(self._detokenizer.push(token_id))
+        if stopped:
+            self.finish(FinishReason.STOP, text)
+        elif self.num_output_tokens >= self._max_tokens:
+            self.finish(FinishReason.LENGTH, text + self._stop_checker.flush())
+        elif text:
+            self._send(text)
+
+    def finish(self, reason: FinishReason, text: str = "") -> None:
+        """Send the last chunk."""
+        self.finish_reason = reason
+        self._send(text)
+
+    def _send(self, text: str) -> None:
+        token_ids, self._unsent_token_ids = tuple(self._unsent_token_ids), []
+        self.stream.push(
+            GenerationChunk(
+                text,
+                token_ids,
+                self.finish_reason,
+                num_prompt_tokens=self.num_prompt_tokens,
+                num_cached_tokens=self.num_cached_tokens,
+                num_output_tokens=self.num_output_tokens,
+            )
+        )
