@@ -1,0 +1,85 @@
+"""What every benchmark shares: the machine's description, medians, tables, and results kept as JSON."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import statistics
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+RESULTS = Path(__file__).parent / "results"
+_PACKAGES = ("numpy", "numba", "grpcio", "protobuf")
+
+
+class Timing(NamedTuple):
+    """Median and 10th percentile of samples, in the samples' unit."""
+
+    median: float
+    p10: float
+
+
+def median_p10(samples: Sequence[float]) -> Timing:
+    """Return the median and the 10th percentile; the latter is what the machine does when left alone."""
+    ordered = sorted(samples)
+    return Timing(statistics.median(ordered), ordered[len(ordered) // 10])
+
+
+def machine_description() -> dict[str, Any]:
+    """Return what a reader needs to judge a figure: processor, cores, memory, versions, date."""
+    cpuinfo = _read("/proc/cpuinfo")
+    flags = set(_first(cpuinfo, "flags").split())
+    return {
+        "cpu": _first(cpuinfo, "model name") or platform.processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(int((_first(_read("/proc/meminfo"), "MemTotal") or "0").split()[0]) / 2**20, 1),
+        "isa": sorted(flags & {"avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8", "f16c"}),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def write_result(name: str, result: Mapping[str, Any]) -> Path:
+    """Write `result` with the machine's description to results/NAME.json and return the path."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps({"machine": machine_description(), **result}, indent=2) + "\n")
+    return path
+
+
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Print a table; the first column is text, the others are figures."""
+    table = Table(title=title, title_justify="left")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left")
+    for row in rows:
+        table.add_row(*(f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row))
+    Console().print(table)
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
+
+
+def _first(text: str, key: str) -> str:
+    lines = (line for line in text.splitlines() if line.startswith(key))
+    return next(lines, "").partition(":")[2].strip()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
