@@ -69,10 +69,19 @@ class Scheduler:
             try:
                 reservations = self._cache.reserve_batch([reserve for _, reserve in plan])
             except OutOfBlocks:
-                self._preempt(self.running[-1])
+                self.preempt(self.running[-1])
                 continue
             return [ScheduledChunk(request, made) for (request, _), made in zip(plan, reservations, strict=True)]
         return []
+
+    def preempt(self, request: RequestState) -> None:
+        """Take a running request's blocks; it goes back to the head of the queue and is computed again."""
+        self.running.remove(request)
+        self._cache.free(request.request_id)
+        num_tokens_lost, request.num_computed = request.num_computed, 0
+        request.num_preemptions += 1
+        self.waiting.appendleft(request)
+        self._on_preempted(request, num_tokens_lost)
 
     def _plan(self) -> list[tuple[RequestState, ReserveRequest]]:
         budget = self._config.max_batch_tokens - sum(request.num_uncomputed == 1 for request in self.running)
@@ -122,11 +131,3 @@ class Scheduler:
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._cache.config.block_size)
-
-    def _preempt(self, request: RequestState) -> None:
-        self.running.remove(request)
-        self._cache.free(request.request_id)
-        num_tokens_lost, request.num_computed = request.num_computed, 0
-        request.num_preemptions += 1
-        self.waiting.appendleft(request)
-        self._on_preempted(request, num_tokens_lost)

@@ -1,0 +1,37 @@
+"""Progress of a first start: it compiles kernels, once for each machine."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+
+class CompileProgress:
+    """A bar that appears only if something is compiled."""
+
+    def __init__(self, console: Console) -> None:
+        self._progress = Progress(
+            TextColumn("Compiling CPU kernels (first start only)"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.description}"),
+            TimeElapsedColumn(),
+            console=console,
+            transient=False,
+        )
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> CompileProgress:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._progress.stop()
+
+    def update(self, done: int, total: int, name: str) -> None:
+        """Show that `done` of `total` kernels are compiled and `name` is next (or was last)."""
+        if self._task is None:
+            self._progress.start()
+            self._task = self._progress.add_task(name, total=total)
+        self._progress.update(self._task, completed=done, total=total, description=name)
