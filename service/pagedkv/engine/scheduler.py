@@ -125,9 +125,10 @@ class Scheduler:
         return True
 
     def _num_unclaimed(self) -> int:
-        """Blocks the pool can give beyond what running prompts still need and one more for each running request."""
-        claimed = sum(self._num_blocks(request.num_uncomputed) for request in self.running)
-        return self._cache.num_available() - claimed
+        """Blocks the pool can give beyond those that running requests need for tokens they already have."""
+        tables = (len(self._cache.block_table(request.request_id)) for request in self.running)
+        needs = (self._num_blocks(len(request.token_ids)) for request in self.running)
+        return self._cache.num_available() - sum(max(0, need - held) for need, held in zip(needs, tables, strict=True))
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._cache.config.block_size)
