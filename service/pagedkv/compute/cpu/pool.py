@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from pagedkv.compute.cpu.cgroup import memory_headrooms
 from pagedkv.compute.layout import KvLayout
 from pagedkv.errors import InvalidArgument
 
 _HUGE_PAGE_BYTES = 2 << 20
-_CGROUP_ROOT = Path("/sys/fs/cgroup")
 _HUGE_PAGE_SWITCH = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 _log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ def check_memory(needed: int) -> None:
 
 def available_memory() -> int | None:
     """Return the bytes this process may still take by the machine's and its control groups' limits."""
-    return min((limit for limit in (_machine_available(), *_cgroup_headrooms()) if limit is not None), default=None)
+    return min((limit for limit in (_machine_available(), *memory_headrooms()) if limit is not None), default=None)
 
 
 def _machine_available() -> int | None:
@@ -59,46 +59,6 @@ def _machine_available() -> int | None:
         return None
     fields = dict(line.split(":", 1) for line in lines if ":" in line)
     return int(fields["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in fields else None
-
-
-def _cgroup_headrooms() -> list[int]:
-    """Return limit minus use of each control group above this process that limits memory (versions 2 and 1)."""
-    found = []
-    for folder in cgroup_folders("memory"):
-        for limit_name, use_name in (
-            ("memory.max", "memory.current"),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-        ):
-            limit, use = read_number(folder / limit_name), read_number(folder / use_name)
-            if limit is not None and use is not None and limit < 1 << 60:
-                found.append(max(0, limit - use))
-    return found
-
-
-def cgroup_folders(controller: str) -> list[Path]:
-    """Return the folders of this process's control groups for a controller, innermost first."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    folders: list[Path] = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and controller not in controllers.split(","):
-            continue
-        root = _CGROUP_ROOT / controllers if controllers else _CGROUP_ROOT
-        inner = root / path.lstrip("/")
-        folders += [folder for folder in (inner, *inner.parents) if folder.is_relative_to(root)]
-    return folders
-
-
-def read_number(path: Path) -> int | None:
-    """Return the file's first word as a number; None if there is no such file or it says "max"."""
-    try:
-        word = path.read_text().split()[0]
-    except (OSError, IndexError):
-        return None
-    return int(word) if word.lstrip("-").isdigit() else None
 
 
 def _advise_huge_pages(region: mmap.mmap) -> None:
