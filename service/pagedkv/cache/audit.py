@@ -1,0 +1,191 @@
+"""Recompute every state, ref count, hash and sum from the block tables, compare, and put right what differs.
+
+A block in doubt is quarantined: it is forgotten by the index and, once no table holds it, pinned and never given out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+from pagedkv.cache.block import BlockState
+from pagedkv.cache.block_hash import BlockHash
+from pagedkv.cache.block_pool import BlockPool, PublishedBlock
+from pagedkv.cache.ledger import Ledger
+from pagedkv.cache.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class AuditReport:
+    """What an audit found; every finding has been put right when it is reported."""
+
+    findings: tuple[str, ...]
+    num_quarantined: int = 0
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything agreed."""
+        return not self.findings
+
+
+def audit(pool: BlockPool, ledger: Ledger, sequences: SequenceOf[Sequence], hash_block: BlockHash) -> AuditReport:
+    """Check and repair; O(blocks and tokens of the pool), one SHA-256 for each published block."""
+    auditor = _Auditor(pool, ledger, sequences, hash_block)
+    auditor.check_tables()
+    auditor.check_published()
+    auditor.check_states()
+    auditor.check_ledger()
+    if auditor.findings:
+        auditor.repair()
+    return AuditReport(tuple(auditor.findings), len(pool.quarantined))
+
+
+class _Auditor:
+    def __init__(self, pool: BlockPool, ledger: Ledger, sequences: SequenceOf[Sequence], hash_block: BlockHash) -> None:
+        self.findings: list[str] = []
+        self._suspects: set[int] = set()
+        self._pool = pool
+        self._ledger = ledger
+        self._sequences = sequences
+        self._hash_block = hash_block
+        self._ref_counts: Counter[int] = Counter()
+        self._recount = ledger
+        self._views: dict[int, dict[str, int]] = {}
+
+    def check_tables(self) -> None:
+        """Count the references; ids outside the pool and blocks that one table names twice are findings."""
+        for sequence in self._sequences:
+            valid = [block for block in sequence.table if 0 <= block < self._pool.num_blocks]
+            self._ref_counts.update(valid)
+            if len(set(valid)) == len(sequence.table):
+                continue
+            self.findings.append(f"sequence {sequence.sequence_id!r}: its table names a block twice or one outside")
+            self._suspects.update(block for block, count in Counter(valid).items() if count > 1)
+            sequence.is_hashable = False
+
+    def check_published(self) -> None:
+        """Recompute every digest from its parent's, and compare the index and the tables with it."""
+        for block, entry in self._pool.published.items():
+            problem = self._entry_problem(block, entry)
+            if problem:
+                self._doubt(block, problem)
+        for digest, entry in self._pool.index.items():
+            if self._pool.published.get(entry.block_id) is not entry or entry.digest != digest:
+                self._doubt(entry.block_id, "the index finds it under a digest that it does not have")
+        for sequence in self._sequences:
+            self._check_tokens(sequence)
+
+    def _entry_problem(self, block: int, entry: PublishedBlock) -> str:
+        if entry.block_id != block or self._pool.index.get(entry.digest) is not entry:
+            return "it is published, but the index does not find it"
+        if isinstance(entry.parent, PublishedBlock) and self._pool.published.get(entry.parent.block_id) is not (
+            entry.parent
+        ):
+            return "it is published, but the block before it is not"
+        parent = entry.parent if isinstance(entry.parent, bytes) else entry.parent.digest
+        if self._hash_block(parent, entry.tokens, entry.content) != entry.digest:
+            return "its digest is not that of its tokens"
+        return ""
+
+    def _check_tokens(self, sequence: Sequence) -> None:
+        if not sequence.num_published:
+            return
+        width = len(sequence.token_ids[:1].tobytes()) * self._ledger.block_size
+        packed = sequence.token_ids.tobytes()
+        for index, block in enumerate(sequence.table[: sequence.num_published]):
+            entry = self._pool.published.get(block)
+            if entry is not None and entry.tokens != packed[index * width : (index + 1) * width]:
+                self._doubt(block, f"its tokens are not those of sequence {sequence.sequence_id!r}")
+
+    def check_states(self) -> None:
+        """Compare each block's state, ref count and list with what the tables say."""
+        pool = self._pool
+        free = Counter(pool.free)
+        holds = Counter(source for seq in self._sequences if seq.open for source, _ in seq.open.copies)
+        for block, state in enumerate(pool.states):
+            expected = self._expected_state(block, holds)
+            if state != expected:
+                self._doubt(block, f"its state is {_name(state)}, the tables say {expected.name}")
+            elif free[block] != (state == BlockState.FREE) or (block in pool.cached) != (state == BlockState.CACHED):
+                self._doubt(block, f"it is {_name(state)}, but not in exactly the lists of that state")
+            elif state == BlockState.SHARED and pool.shared.get(block) != self._ref_counts[block]:
+                self._doubt(block, f"its ref count is {pool.shared.get(block)}, not {self._ref_counts[block]}")
+        if pool.holds != dict(holds):
+            self.findings.append(f"holds are {pool.holds}, the open reservations say {dict(holds)}")
+        if sum(free.values()) + len(pool.cached) + len(pool.shared) > pool.num_blocks:
+            self.findings.append("the lists hold more blocks than the pool")
+
+    def _expected_state(self, block: int, holds: Counter[int]) -> BlockState:
+        ref_count = self._ref_counts[block]
+        if ref_count:
+            return BlockState.SHARED if ref_count > 1 else BlockState.PRIVATE
+        if holds[block]:
+            return BlockState.IN_FLIGHT
+        if block in self._pool.quarantined:
+            return BlockState.PINNED
+        return BlockState.CACHED if block in self._pool.published else BlockState.FREE
+
+    def check_ledger(self) -> None:
+        """Compare the sums with a recount."""
+        self._recount = self._ledger.recount(self._sequences)
+        for name, expected in self._recount.sums().items():
+            value = getattr(self._ledger, name)
+            if value != expected:
+                self.findings.append(f"{name} is {value}, the tables say {expected}")
+        views = self._partial_views()
+        needed = {block: seen for block, seen in views.items() if self._is_listed(block)}
+        if needed != self._ledger.views:
+            self.findings.append("the partial views of blocks are not those of the tables")
+        self._views = needed
+
+    def _partial_views(self) -> dict[int, dict[str, int]]:
+        size = self._ledger.block_size
+        views: dict[int, dict[str, int]] = {}
+        for sequence in self._sequences:
+            for index in range(sequence.length // size, len(sequence.table)):
+                view = max(0, sequence.length - index * size)
+                views.setdefault(sequence.table[index], {})[sequence.sequence_id] = view
+        return views
+
+    def _is_listed(self, block: int) -> bool:
+        return block in self._ledger.views or block in self._pool.published or self._ref_counts[block] > 1
+
+    def repair(self) -> None:
+        """Quarantine what is in doubt and build lists, ref counts and sums anew from the tables."""
+        pool = self._pool
+        new = self._suspects - pool.quarantined
+        pool.quarantined |= new
+        pool.stats.quarantined_blocks += len(new)
+        self._unpublish_suspects()
+        holds = Counter(source for seq in self._sequences if seq.open for source, _ in seq.open.copies)
+        expected = [self._expected_state(block, holds) for block in range(pool.num_blocks)]
+        pool.restore(expected, {block: count for block, count in self._ref_counts.items() if count > 1}, dict(holds))
+        for sequence in self._sequences:
+            if any(block not in pool.published for block in sequence.table[: sequence.num_published]):
+                sequence.is_hashable = False
+        self.check_ledger()
+        self._ledger.restore(self._recount, self._views)
+
+    def _unpublish_suspects(self) -> None:
+        """Forget suspects and every block that descends from one, as nothing could find it."""
+        pool = self._pool
+        lost = {block for block in pool.published if block in self._suspects}
+        while lost:
+            for block in lost:
+                pool.unpublish(block)
+            lost = {
+                block
+                for block, entry in pool.published.items()
+                if isinstance(entry.parent, PublishedBlock)
+                and pool.published.get(entry.parent.block_id) is not entry.parent
+            }
+        pool.index = {entry.digest: entry for entry in pool.published.values()}
+
+    def _doubt(self, block: int, problem: str) -> None:
+        self.findings.append(f"block {block}: {problem}")
+        self._suspects.add(block)
+
+
+def _name(state: int) -> str:
+    return BlockState(state).name if state in set(BlockState) else str(state)

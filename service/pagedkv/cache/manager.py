@@ -1,0 +1,327 @@
+"""The control plane: sequences and their block tables over one pool of blocks.
+
+Synchronous and never awaiting, to be called from one thread, so every call is atomic. Each call checks everything
+before it changes anything: a call that raises has changed nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from array import array
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+
+from pagedkv.cache.accounting import Accounting, account
+from pagedkv.cache.audit import AuditReport, audit
+from pagedkv.cache.block import CacheStats, Usage
+from pagedkv.cache.block_hash import NO_EXTRAS, BlockHash, PrefixExtras, hash_block, pack_token_ids
+from pagedkv.cache.block_pool import BlockPool, CacheObserver, FlushResult
+from pagedkv.cache.ledger import Ledger
+from pagedkv.cache.prefix_index import PrefixIndex
+from pagedkv.cache.reservations import Reservations, check_layers_equal
+from pagedkv.cache.sequence import Allocation, Reservation, ReserveRequest, Sequence, SequenceView
+from pagedkv.config import CacheConfig, require
+from pagedkv.errors import (
+    InvalidArgument,
+    OutOfBlocks,
+    SequenceExists,
+    SequenceNotFound,
+    SequenceTooLong,
+)
+
+MAX_ID_LENGTH = 256
+_ROOT_BYTES = 32
+
+
+class CacheManager:
+    """Hands out the blocks of one pool; see the design's cache rules."""
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        observer: CacheObserver | None = None,
+        block_hash: BlockHash = hash_block,
+    ) -> None:
+        self.config = config
+        self.stats = CacheStats()
+        self.pool = BlockPool(config.num_blocks, self.stats, observer)
+        self.ledger = Ledger(self.pool, config.block_size)
+        self._index = PrefixIndex(self.pool, self.ledger, config.block_size, block_hash)
+        self._reservations = Reservations(config, self.pool, self.ledger, self._index)
+        self._sequences: dict[str, Sequence] = {}
+        self._root = os.urandom(_ROOT_BYTES) if config.hash_root is None else config.hash_root
+        self._block_size = config.block_size
+        self._sequence_limit = config.sequence_limit
+        self._clock = clock
+
+    # -- sequences ----------------------------------------------------------------------------------------------
+
+    def allocate(
+        self,
+        sequence_id: str,
+        token_ids: SequenceOf[int] | None = None,
+        *,
+        extras: PrefixExtras = NO_EXTRAS,
+        is_recompute: bool = False,
+    ) -> Allocation:
+        """Start a sequence on the cached blocks of its prefix; takes no other block.
+
+        `token_ids` may reach beyond what will be written. A prompt computed again after a preemption says so, as its
+        hits are counted apart. Raises InvalidArgument, SequenceExists, SequenceTooLong.
+        """
+        self._check_new_id("sequence_id", sequence_id)
+        known = array("i") if token_ids is None else pack_token_ids(token_ids)
+        self._check_length(len(known))
+        now = self._clock()
+        sequence = Sequence(sequence_id, extras, extras.chain_root(self._root), now)
+        sequence.token_ids = known
+        sequence.is_hashable = self.config.prefix_caching
+        found = self._index.find(sequence.chain_root, known, extras) if sequence.is_hashable else []
+        for entry in found:
+            self.ledger.enter(entry.block_id, sequence_id, self._block_size, now)
+        sequence.table.extend([entry.block_id for entry in found])
+        sequence.num_published = len(found)
+        sequence.num_cached_tokens = num_cached = len(found) * self._block_size
+        self.ledger.logical_blocks += len(found)
+        self.ledger.claimed_tokens += num_cached
+        self.ledger.logical_tokens += num_cached
+        sequence.length = num_cached
+        self.ledger.set_pow2(sequence)
+        sequence.uncounted = None if token_ids is None else (len(known), num_cached, is_recompute)
+        self._sequences[sequence_id] = sequence
+        return Allocation(sequence_id, num_cached)
+
+    def probe_prefix(self, token_ids: SequenceOf[int], extras: PrefixExtras = NO_EXTRAS) -> int:
+        """Return how many tokens an allocate would find now; changes nothing."""
+        if not self.config.prefix_caching:
+            return 0
+        found = self._index.find(extras.chain_root(self._root), pack_token_ids(token_ids), extras)
+        return len(found) * self._block_size
+
+    def fork(self, parent_id: str, child_id: str) -> None:
+        """Start a sequence that shares all blocks of another.
+
+        Raises SequenceNotFound, SequenceExists, PositionMismatch while the parent's layers differ in length, and
+        InvalidArgument while the parent has an open reservation.
+        """
+        parent = self._closed_sequence("parent_id", parent_id)
+        self._check_new_id("child_id", child_id)
+        check_layers_equal(parent)
+        child = Sequence(child_id, parent.extras, parent.chain_root, self._clock())
+        child.table = parent.table[:]
+        child.token_ids = parent.token_ids[: parent.length]
+        child.num_published, child.is_hashable = parent.num_published, parent.is_hashable
+        for block in child.table:
+            self.pool.acquire(block, child.created_at)
+        view = parent.length % self._block_size
+        if view:
+            self.ledger.see(child.table[-1], parent_id, view)
+            self.ledger.see(child.table[-1], child_id, view)
+        child.length = parent.length
+        self.ledger.logical_blocks += len(child.table)
+        self.ledger.logical_tokens += child.length
+        self.ledger.claimed_tokens += child.length
+        self.ledger.set_pow2(child)
+        self._sequences[child_id] = child
+
+    def truncate(self, sequence_id: str, num_tokens: int) -> None:
+        """Give tokens back: every layer keeps at most the first `num_tokens`.
+
+        Raises SequenceNotFound, and InvalidArgument beyond the sequence's length or with an open reservation.
+        """
+        sequence = self._closed_sequence("sequence_id", sequence_id)
+        written = sequence.written
+        require(0 <= num_tokens <= written, "num_tokens", f"must be in [0, {written}]", num_tokens, written)
+        sequence.touched_at = now = self._clock()
+        if num_tokens == written:
+            return
+        self.ledger.claimed_tokens -= written - num_tokens
+        self.ledger.leave_all(sequence, -(-num_tokens // self._block_size), now)
+        if num_tokens < sequence.length:
+            self.ledger.shrink(sequence, num_tokens)
+        if sequence.layer_lengths is not None:
+            lengths = [min(length, num_tokens) for length in sequence.layer_lengths]
+            sequence.layer_lengths = None if min(lengths) == max(lengths) else lengths
+        del sequence.token_ids[num_tokens:]
+        sequence.num_published = min(sequence.num_published, sequence.length // self._block_size)
+
+    def free(self, sequence_id: str) -> None:
+        """End a sequence; an open reservation of it is void. Raises SequenceNotFound."""
+        self._free(self._find(sequence_id), self._clock())
+
+    def free_batch(self, sequence_ids: SequenceOf[str]) -> None:
+        """End all of these sequences or none. Raises SequenceNotFound, InvalidArgument for one named twice."""
+        _check_unique("sequence_ids", sequence_ids)
+        sequences = [self._find(sequence_id) for sequence_id in sequence_ids]
+        now = self._clock()
+        for sequence in sequences:
+            self._free(sequence, now)
+
+    # -- tokens -------------------------------------------------------------------------------------------------
+
+    def reserve(
+        self,
+        sequence_id: str,
+        num_tokens: int,
+        *,
+        layer: int | None = None,
+        token_ids: SequenceOf[int] | None = None,
+    ) -> Reservation:
+        """Plan slots for the next tokens of one layer, or of all layers; see reserve_batch."""
+        return self.reserve_batch((ReserveRequest(sequence_id, num_tokens, layer, token_ids),))[0]
+
+    def reserve_batch(self, requests: SequenceOf[ReserveRequest]) -> list[Reservation]:
+        """Plan slots for the next tokens of several sequences, all or none.
+
+        The slots are in the block tables at once, but nothing counts as written before the commit. Raises
+        SequenceNotFound, SequenceTooLong, OutOfBlocks, PositionMismatch for a request over all layers while their
+        lengths differ, and InvalidArgument for a sequence named twice or with an open reservation, a number or layer
+        out of range, or token ids that contradict known ones.
+        """
+        if len({request[0] for request in requests}) != len(requests):
+            _check_unique("requests", [request[0] for request in requests])
+        unshared: dict[int, int] = {}
+        find, plan = self._find, self._reservations.plan
+        plans = [plan(find(request[0]), request, unshared) for request in requests]
+        now = self._clock()
+        fresh: list[int] = []
+        needed = sum([made[5] + made[6] for made in plans])
+        if needed:
+            self._check_available(needed)
+            fresh = self.pool.take(needed, now)
+            fresh.reverse()  # so that each plan pops its own
+        return [self._reservations.apply(made, fresh, now) for made in plans]
+
+    def commit(self, reservation: Reservation) -> None:
+        """Mark a reservation's tokens written. Raises InvalidArgument if it is not open."""
+        self.commit_batch((reservation,))
+
+    def commit_batch(self, reservations: SequenceOf[Reservation]) -> None:
+        """Mark the tokens of all reservations written, or of none. Blocks full in all layers become findable."""
+        if len({reservation[0] for reservation in reservations}) != len(reservations):
+            _check_unique("reservations", [reservation[0] for reservation in reservations])
+        sequences = [self._open_sequence(reservation) for reservation in reservations]
+        now = self._clock()
+        for sequence in sequences:
+            self._reservations.commit(sequence, now)
+
+    def cancel(self, reservation: Reservation) -> None:
+        """Give a reservation's blocks back. Raises InvalidArgument if it is not open."""
+        sequence = self._open_sequence(reservation)
+        self._reservations.cancel(sequence, self._clock())
+
+    # -- reading ------------------------------------------------------------------------------------------------
+
+    def sequence(self, sequence_id: str) -> SequenceView:
+        """Return a sequence as it is now. Raises SequenceNotFound."""
+        return self._find(sequence_id).view(self.config.num_layers)
+
+    def block_table(self, sequence_id: str) -> array[int]:
+        """Return a copy of a sequence's block ids as int32, reserved blocks included. Raises SequenceNotFound."""
+        return self._find(sequence_id).table[:]
+
+    def length(self, sequence_id: str, layer: int | None = None) -> int:
+        """Return the tokens committed in `layer`, or in all layers. Raises SequenceNotFound."""
+        self._check_layer(layer)
+        return self._find(sequence_id).layer_length(layer)
+
+    def sequence_ids(self) -> list[str]:
+        """Return the ids of all live sequences, the oldest first."""
+        return list(self._sequences)
+
+    def num_available(self) -> int:
+        """Return the blocks that can be taken now: free ones, and cached ones by eviction."""
+        return self.pool.num_available
+
+    def usage(self) -> Usage:
+        """Return the blocks by state."""
+        pool = self.pool
+        return Usage(
+            free=len(pool.free),
+            cached=len(pool.cached),
+            private=pool.num_held - len(pool.shared),
+            shared=len(pool.shared),
+            pinned=pool.num_pinned,
+            in_flight=pool.num_in_flight,
+            total=pool.num_blocks,
+            num_tokens=self.ledger.num_tokens,
+        )
+
+    def accounting(self) -> Accounting:
+        """Return where the memory is and why."""
+        return account(
+            self.pool,
+            self.ledger,
+            num_sequences=len(self._sequences),
+            block_size=self._block_size,
+            sequence_limit=self._sequence_limit,
+        )
+
+    # -- upkeep -------------------------------------------------------------------------------------------------
+
+    def flush_prefix_cache(self) -> FlushResult:
+        """Forget all cached blocks; those that live sequences hold are kept, stay findable, and are counted."""
+        return self.pool.flush()
+
+    def audit(self) -> AuditReport:
+        """Recompute everything from the block tables, compare, and repair; blocks in doubt are never given out."""
+        return audit(self.pool, self.ledger, list(self._sequences.values()), self._index.hash_block)
+
+    # -- private ------------------------------------------------------------------------------------------------
+
+    def _find(self, sequence_id: str) -> Sequence:
+        sequence = self._sequences.get(sequence_id)
+        if sequence is None:
+            raise SequenceNotFound(sequence_id)
+        return sequence
+
+    def _closed_sequence(self, field: str, sequence_id: str) -> Sequence:
+        sequence = self._find(sequence_id)
+        if sequence.open is not None:
+            raise InvalidArgument("the sequence has an open reservation", field=field)
+        return sequence
+
+    def _open_sequence(self, reservation: Reservation) -> Sequence:
+        sequence = self._sequences.get(reservation[0])
+        if sequence is None or sequence.open is not reservation:
+            raise InvalidArgument("the reservation is not open", field="reservation", sequence_id=reservation[0])
+        return sequence
+
+    def _free(self, sequence: Sequence, now: float) -> None:
+        del self._sequences[sequence.sequence_id]
+        ledger = self.ledger
+        ledger.claimed_tokens -= sequence.claimed
+        ledger.logical_tokens -= sequence.length
+        ledger.pow2_tokens -= sequence.pow2
+        ledger.leave_all(sequence, 0, now)
+        self._reservations.void(sequence, now)
+
+    def _check_new_id(self, field: str, sequence_id: str) -> None:
+        valid = isinstance(sequence_id, str) and 0 < len(sequence_id) <= MAX_ID_LENGTH
+        require(valid, field, f"must be a text of 1 to {MAX_ID_LENGTH} characters", sequence_id, MAX_ID_LENGTH)
+        if sequence_id in self._sequences:
+            raise SequenceExists(sequence_id)
+
+    def _check_length(self, num_tokens: int) -> None:
+        if num_tokens > self._sequence_limit:
+            raise SequenceTooLong("the tokens are too many", num_tokens=num_tokens, limit=self._sequence_limit)
+
+    def _check_layer(self, layer: int | None) -> None:
+        limit = self.config.num_layers
+        require(layer is None or 0 <= layer < limit, "layer", f"must be in [0, {limit})", layer, limit)
+
+    def _check_available(self, needed: int) -> None:
+        pool = self.pool
+        if needed > pool.num_available:
+            self.stats.failed_allocations += 1
+            raise OutOfBlocks(needed=needed, free=pool.num_available, evictable=len(pool.cached), total=pool.num_blocks)
+
+
+def _check_unique(field: str, sequence_ids: SequenceOf[str]) -> None:
+    seen: set[str] = set()
+    for index, sequence_id in enumerate(sequence_ids):
+        require(sequence_id not in seen, f"{field}[{index}]", "names a sequence twice", sequence_id)
+        seen.add(sequence_id)
