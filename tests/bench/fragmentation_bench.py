@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="./run bench fragmentation", description=__doc__)
     parser.add_argument("--requests", type=int, default=1000, help="requests of each generated trace (default 1000)")
     parser.add_argument(
-        "--slots", type=int, default=16384, help="memory in token slots (default 16384, 13 GB of OPT-13B)"
+        "--slots", type=int, default=15728, help="memory in token slots (default 15728: 12 GB for OPT-13B)"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--csv", type=Path, help="replay this trace instead: arrival, prompt tokens, output tokens")
@@ -59,7 +59,7 @@ def _studies(options: argparse.Namespace) -> dict[str, list[TraceRequest]]:
     if options.csv is not None:
         return {options.csv.stem: read_trace(options.csv)}
     return {
-        f"{name} (log-normal lengths, sigma 1, seed {options.seed})": generate_trace(
+        f"{name} (gamma lengths of shape 2, seed {options.seed})": generate_trace(
             name, options.requests, seed=options.seed
         )
         for name in PUBLISHED_MEANS

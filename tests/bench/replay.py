@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from pagedkv.cache import CacheManager, ReserveRequest
 from pagedkv.config import CacheConfig
+from pagedkv.engine.scheduler import WATERMARK
 from pagedkv.errors import OutOfBlocks
 from tests.bench.contiguous import ContiguousMemory
 from tests.bench.traces import TraceRequest
@@ -57,6 +58,8 @@ class PagedMemory:
     def admit(self, running: _Running, others: Sequence[_Running]) -> bool:
         """Write the request's tokens if the pool has the blocks for them and for everybody's next token."""
         growing = sum(other.num_tokens % self._block_size == 0 for other in others)
+        if others:
+            growing += int(WATERMARK * self._cache.config.num_blocks)
         needed = running.num_tokens // self._block_size + 1
         if needed > self._cache.num_available() - growing:
             return False

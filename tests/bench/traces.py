@@ -14,7 +14,7 @@ MAX_SEQUENCE_TOKENS = 2048  # the model of the vLLM paper's Figure 2, OPT-13B
 
 # Mean tokens (input, output) of the vLLM paper's Figure 11.
 PUBLISHED_MEANS = {"sharegpt": (161.31, 337.99), "alpaca": (19.31, 58.45)}
-GENERATORS = ("lognormal", "exponential", "gamma2")
+GENERATORS = ("gamma2", "exponential", "lognormal")
 _SIGMA = 1.0  # of the logarithm: right-skewed with a tail to the limit, as the figure shows
 
 
@@ -36,9 +36,7 @@ class TraceError(ValueError):
     """A trace file has bad rows; the message names each line and reason."""
 
 
-def generate_trace(
-    workload: str, num_requests: int, *, generator: str = "lognormal", seed: int = 0
-) -> list[TraceRequest]:
+def generate_trace(workload: str, num_requests: int, *, generator: str = "gamma2", seed: int = 0) -> list[TraceRequest]:
     """Return requests whose lengths have the workload's published means, all there from the start (saturation)."""
     rng = np.random.default_rng(seed)
     prompt_mean, output_mean = PUBLISHED_MEANS[workload]

@@ -52,7 +52,7 @@ class GenerationRequest:
 
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    salt: bytes = b""
+    salt: bytes | None = None
     trace_context: str | None = None
 
 

@@ -17,6 +17,8 @@ from pagedkv.config import EngineConfig
 from pagedkv.engine.state import RequestState
 from pagedkv.errors import OutOfBlocks
 
+WATERMARK = 0.01  # share of the pool kept free for running requests to grow into before another one may join
+
 
 @dataclass(frozen=True, slots=True)
 class ScheduledChunk:
@@ -125,10 +127,13 @@ class Scheduler:
         return True
 
     def _num_unclaimed(self) -> int:
-        """Blocks the pool can give beyond those that running requests need for tokens they already have."""
+        """Blocks the pool can give beyond what running requests need now and soon."""
+        if not self.running:
+            return self._cache.num_available()
         tables = (len(self._cache.block_table(request.request_id)) for request in self.running)
         needs = (self._num_blocks(len(request.token_ids)) for request in self.running)
-        return self._cache.num_available() - sum(max(0, need - held) for need, held in zip(needs, tables, strict=True))
+        claimed = sum(max(0, need - held) for need, held in zip(needs, tables, strict=True))
+        return self._cache.num_available() - claimed - int(WATERMARK * self._cache.config.num_blocks)
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._cache.config.block_size)
