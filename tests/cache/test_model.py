@@ -1,0 +1,181 @@
+"""The manager against a plain model, step by step, with an audit and a recount after each."""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from helpers.cache_model import CacheModel
+from pagedkv.cache import BlockState, CacheManager, PrefixExtras, ReserveRequest
+from pagedkv.cache.ledger import next_pow2
+from pagedkv.config import CacheConfig
+from pagedkv.errors import PagedKvError
+
+NAMES = st.sampled_from(["a", "b", "c", "d", "e"])
+TOKENS = st.integers(0, 1)  # so few that prefixes meet all the time
+SIZE = 4
+
+
+def snapshot(cache):
+    """Everything a caller can see, but for counters of attempts."""
+    return (cache.usage(), cache.accounting(), [cache.sequence(name) for name in cache.sequence_ids()])
+
+
+class CacheMachine(RuleBasedStateMachine):
+    @initialize(num_blocks=st.integers(3, 14), num_layers=st.integers(1, 2))
+    def make(self, num_blocks, num_layers):
+        config = CacheConfig(num_blocks, SIZE, num_layers, max_sequence_tokens=24)
+        self.now = 0.0
+        self.cache = CacheManager(config, clock=lambda: self.now)
+        self.model = CacheModel(num_blocks, SIZE, num_layers, config.sequence_limit)
+        self.open = {}
+
+    def both(self, ours, theirs):
+        """Run both; they return or raise alike, and a failure changes nothing."""
+        self.now += 1
+        try:
+            expected, error = theirs(), None
+        except PagedKvError as raised:
+            expected, error = None, type(raised)
+        before = snapshot(self.cache)
+        try:
+            result, got = ours(), None
+        except PagedKvError as raised:
+            result, got = None, type(raised)
+            assert snapshot(self.cache) == before
+        assert got is error
+        return result, expected
+
+    @rule(name=NAMES, ids=st.none() | st.lists(TOKENS, max_size=26), salt=st.sampled_from([None, None, b""]))
+    def allocate(self, name, ids, salt):
+        extras = PrefixExtras(salt=salt)
+        probed = self.cache.probe_prefix(ids or [], extras)
+        result, expected = self.both(
+            lambda: self.cache.allocate(name, ids, extras=extras), lambda: self.model.allocate(name, ids, salt)
+        )
+        if result is not None:
+            assert result.num_cached_tokens == expected == probed
+
+    @precondition(lambda self: self.model.sequences)
+    @rule(data=st.data(), count=st.integers(1, 3), end=st.sampled_from(["commit", "commit", "cancel", "leave"]))
+    def reserve(self, data, count, end):
+        requests = [self.draw_request(data) for _ in range(count)]
+        result, expected = self.both(
+            lambda: self.cache.reserve_batch([ReserveRequest(*request) for request in requests]),
+            lambda: self.model.reserve(requests),
+        )
+        if result is None:
+            return
+        assert [(r.start, bool(r.copies)) for r in result] == expected
+        self.check()
+        self.open |= {reservation.sequence_id: reservation for reservation in result}
+        if end == "commit":
+            self.finish_all(result)
+        elif end == "cancel":
+            for reservation in reversed(result):
+                self.cancel_open(reservation.sequence_id)
+
+    def draw_request(self, data):
+        name = data.draw(st.sampled_from(sorted(self.model.sequences)))
+        num_tokens = data.draw(st.integers(0, 9))
+        layer = data.draw(st.sampled_from([None, None, *range(self.model.num_layers)]))
+        sequence = self.model.sequences[name]
+        start = sequence.lengths[layer or 0]
+        known = sequence.known[start : start + num_tokens]
+        rest = num_tokens - len(known)
+        fitting = st.lists(TOKENS, min_size=rest, max_size=rest).map(lambda ids: known + ids)
+        return name, num_tokens, layer, data.draw(fitting | st.none() | st.lists(TOKENS, max_size=4))
+
+    def finish_all(self, reservations):
+        self.now += 1
+        self.cache.commit_batch(reservations)
+        for reservation in reservations:
+            self.model.commit(reservation.sequence_id)
+            del self.open[reservation.sequence_id]
+
+    def cancel_open(self, name):
+        self.now += 1
+        self.cache.cancel(self.open.pop(name))
+        self.model.cancel(name)
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data(), commit=st.booleans())
+    def end_open(self, data, commit):
+        name = data.draw(st.sampled_from(sorted(self.open)))
+        if commit:
+            self.finish_all([self.open[name]])
+        else:
+            self.cancel_open(name)
+
+    @rule(parent=NAMES, child=NAMES)
+    def fork(self, parent, child):
+        self.both(lambda: self.cache.fork(parent, child), lambda: self.model.fork(parent, child))
+
+    @rule(name=NAMES, num_tokens=st.integers(-1, 25))
+    def truncate(self, name, num_tokens):
+        self.both(lambda: self.cache.truncate(name, num_tokens), lambda: self.model.truncate(name, num_tokens))
+
+    @rule(names=st.lists(NAMES, min_size=1, max_size=2))
+    def free(self, names):
+        self.both(lambda: self.cache.free_batch(names), lambda: self.model.free(names))
+        self.open = {name: made for name, made in self.open.items() if name in self.model.sequences}
+
+    @rule()
+    def flush(self):
+        result = self.cache.flush_prefix_cache()
+        assert (result.num_dropped, result.num_kept) == self.model.flush()
+
+    @invariant()
+    def check(self):
+        report = self.cache.audit()
+        assert report.ok, report.findings
+        self.check_tables()
+        self.check_usage()
+        self.check_accounting()
+
+    def check_tables(self):
+        assert set(self.cache.sequence_ids()) == set(self.model.sequences)
+        ids = {}
+        for name, sequence in self.model.sequences.items():
+            view = self.cache.sequence(name)
+            assert view.layer_lengths == tuple(sequence.lengths)
+            assert view.num_known_tokens == len(sequence.known)
+            assert view.num_cached_tokens == sequence.num_cached
+            assert len(view.block_table) == len(sequence.table)
+            for block, block_id in zip(sequence.table, view.block_table, strict=True):
+                assert ids.setdefault(id(block), block_id) == block_id
+        assert len(set(ids.values())) == len(ids), "two blocks of the model have one id"
+
+    def check_usage(self):
+        usage, held = self.cache.usage(), self.model.held_blocks()
+        num_shared = sum(len(block.holders) > 1 for block in held)
+        num_in_flight = len(self.model.live_blocks()) - len(held)
+        got = (usage.free, usage.cached, usage.private, usage.shared, usage.in_flight, usage.pinned)
+        assert got == (
+            self.model.num_free, len(self.model.cached), len(held) - num_shared, num_shared, num_in_flight, 0
+        )  # fmt: skip
+        assert sum(got) == usage.total == self.model.num_blocks
+        assert usage.num_tokens == self.model.num_tokens()
+
+    def check_accounting(self):
+        accounting, sequences = self.cache.accounting(), self.model.sequences.values()
+        num_held, num_tokens = len(self.model.held_blocks()), self.model.num_tokens()
+        logical, tables = sum(s.length for s in sequences), sum(len(s.table) for s in sequences)
+        reserved = sum(s.claimed - s.length for s in sequences)
+        assert (accounting.held_blocks, accounting.logical_blocks) == (num_held, tables)
+        assert (accounting.num_tokens, accounting.reserved_slots) == (num_tokens, reserved)
+        assert accounting.tail_slots == num_held * SIZE - num_tokens - reserved >= 0
+        assert accounting.cached_slots == len(self.model.cached) * SIZE
+        assert accounting.contiguous_oracle == logical
+        assert accounting.contiguous_pow2 == sum(next_pow2(s.length) for s in sequences)
+        assert accounting.contiguous_max == len(sequences) * self.model.sequence_limit
+        assert accounting.free_runs.num_free == self.model.num_available
+        states = self.cache.pool.states
+        assert sum(states.count(state) for state in BlockState) == self.model.num_blocks
+
+
+CacheMachine.TestCase.settings = settings(
+    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestCacheAgainstModel = CacheMachine.TestCase
