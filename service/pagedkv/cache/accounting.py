@@ -85,7 +85,7 @@ def count_free_runs(states: bytes | bytearray) -> FreeRuns:
         eroded.append(current)
         counts.append((current & ~(current << 1)).bit_count())
         current &= current >> (1 << (len(eroded) - 1))
-    histogram = tuple(count - longer for count, longer in zip(counts, [*counts[1:], 0], strict=True))
+    histogram = tuple(count - longer for count, longer in zip(counts, [*counts, 0][1:], strict=True))
     return FreeRuns(bits.bit_count(), _longest_run(eroded), histogram)
 
 
