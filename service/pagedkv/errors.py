@@ -13,6 +13,7 @@ PagedKvError
 ├── Unauthenticated
 ├── PermissionDenied
 ├── DeviceError
+├── TransportError
 └── UnsupportedModel
     └── InvalidModelFile
 
@@ -142,6 +143,16 @@ class DeviceError(PagedKvError):
     """The device failed; nothing that it computed is to be trusted."""
 
     reason = "DEVICE_ERROR"
+
+
+class TransportError(PagedKvError):
+    """A call failed on its way: no server there, a deadline, a message over the limit. `code` is gRPC's."""
+
+    reason = "TRANSPORT_ERROR"
+
+    def __init__(self, message: str, *, code: str) -> None:
+        super().__init__(f"{code}: {message}", code=code)
+        self.code = code
 
 
 class UnsupportedModel(PagedKvError):

@@ -11,7 +11,7 @@ from pagedkv.cache import CacheManager
 from pagedkv.cli.options import ServeOptions, parse_memory
 from pagedkv.compute.backend import Backend
 from pagedkv.compute.cpu.backend import CpuBackend
-from pagedkv.compute.cpu.pool import available_memory_bytes
+from pagedkv.compute.cpu.pool import available_memory
 from pagedkv.compute.cuda.select import open_cuda_backend
 from pagedkv.compute.layout import KvLayout
 from pagedkv.config import CacheConfig, EngineConfig, KvShape
@@ -138,7 +138,7 @@ def _size_pool(options: ServeOptions, shape: KvShape, config: ModelConfig | None
     one_block = KvLayout(shape, 1, options.block_size)
     if options.blocks is not None:
         return KvLayout(shape, options.blocks, options.block_size)
-    pool_bytes = parse_memory(options.memory, available_memory_bytes())
+    pool_bytes = parse_memory(options.memory, available_memory())
     num_blocks = pool_bytes // one_block.block_bytes
     if num_blocks < 1:
         raise InvalidArgument(

@@ -19,7 +19,7 @@ class IncrementalDetokenizer:
     def __init__(self, token_bytes: Callable[[int], bytes], prompt_token_ids: Sequence[int] = ()) -> None:
         self._token_bytes = token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._prime(prompt_token_ids)
+        self._unfinished_prompt = self._prime(prompt_token_ids)
 
     def push(self, token_id: int) -> str:
         """Return the characters that this token completes."""
@@ -30,14 +30,15 @@ class IncrementalDetokenizer:
             self._unfinished_prompt = False
         return self._decoder.decode(data)
 
-    def _prime(self, prompt_token_ids: Sequence[int]) -> None:
+    def _prime(self, prompt_token_ids: Sequence[int]) -> bool:
+        """Feed the prompt's last bytes, giving nothing out; return whether it ends inside a character."""
         tail = b""
         for token_id in reversed(prompt_token_ids):
             tail = self._token_bytes(token_id) + tail
             if len(tail) >= _MAX_CHARACTER_BYTES:
                 break
         self._decoder.decode(tail)
-        self._unfinished_prompt = bool(self._decoder.getstate()[0])
+        return bool(self._decoder.getstate()[0])
 
 
 class StopChecker:

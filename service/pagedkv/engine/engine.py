@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -69,6 +69,7 @@ class Engine:
         self._next_id = 0
         self._draining = False
         self._failure: DeviceError | None = None
+        self.on_failure: Callable[[], None] = lambda: None  # called once, when the device fails
 
     @property
     def stats(self) -> EngineStats:
@@ -245,6 +246,7 @@ class Engine:
         for request in [*self._scheduler.running, *self._scheduler.waiting]:
             self._end(request, FinishReason.ERROR, self._failure)
         self._idle.set()
+        self.on_failure()
 
     def _note_admitted(self, request: RequestState) -> None:
         waited = time.perf_counter() - request.queued_at

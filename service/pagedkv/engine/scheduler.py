@@ -116,7 +116,10 @@ class Scheduler:
         num_cached = self._cache.probe_prefix(request.token_ids, extras)
         if self._num_blocks(len(request.token_ids) + 1 - num_cached) > self._num_unclaimed():
             return False
-        allocation = self._cache.allocate(request.request_id, request.token_ids, extras=extras)
+        is_recompute = request.num_preemptions > 0
+        allocation = self._cache.allocate(
+            request.request_id, request.token_ids, extras=extras, is_recompute=is_recompute
+        )
         num_cached = allocation.num_cached_tokens
         if self._num_blocks(len(request.token_ids) + 1 - num_cached) > self._num_unclaimed():
             self._cache.free(request.request_id)  # the cached prefix itself was what looked available

@@ -1,0 +1,97 @@
+"""What the client's calls return."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from pagedkv.dtypes import DType
+
+
+@dataclass(frozen=True, slots=True)
+class CacheInfo:
+    """Geometry of the server's pool."""
+
+    num_blocks: int
+    block_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: DType
+    backend: str
+    max_sequence_tokens: int
+    block_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """A new sequence; its first `num_cached_tokens` tokens need no K and V."""
+
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """`output` float32 like the queries, `lse` float32 [num_queries, num_heads], seconds on the device."""
+
+    output: npt.NDArray[np.float32]
+    lse: npt.NDArray[np.float32]
+    compute_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceInfo:
+    """A sequence as it is now; `layer_lengths` and `block_table` are empty in a list of sequences."""
+
+    sequence_id: str
+    num_tokens: int
+    layer_lengths: tuple[int, ...]
+    block_table: tuple[int, ...]
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Blocks by state, which sum to `total`, and the tokens that live sequences hold, shared ones once."""
+
+    free: int
+    cached: int
+    private: int
+    shared: int
+    pinned: int
+    in_flight: int
+    total: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """What an audit found."""
+
+    ok: bool
+    findings: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """New text of a generation; `finish_reason` ("stop", "length", "cancelled") is set on the last chunk only."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """The served model."""
+
+    architecture: str
+    vocab_size: int
+    max_tokens: int
+    eos_token_ids: tuple[int, ...]
