@@ -8,9 +8,12 @@ from typing import Any, TypeVar
 
 import numpy.typing as npt
 
+from pagedkv.compute.cpu.features import choose_isa
 from pagedkv.compute.cpu.kv_ops import CpuKvOps
+from pagedkv.compute.cpu.threads import WorkerPool
 from pagedkv.compute.layout import KvLayout
 from pagedkv.compute.queue import DeviceQueue
+from pagedkv.config import require
 
 T = TypeVar("T")
 
@@ -32,12 +35,31 @@ class CpuBackend(CpuKvOps):
         on_compile: Callable[[int, int, str], None] | None = None,
         isa: str | None = None,
     ) -> None:
-        super().__init__(layout)
+        require(num_threads is None or num_threads >= 1, "num_threads", "must be at least 1", num_threads, 1)
+        chosen = choose_isa(isa)
+        super().__init__(layout, chosen, WorkerPool(num_threads))
         self._on_compile = on_compile
         self._queue = DeviceQueue("pagedkv-cpu")
 
+    @property
+    def isa(self) -> str:
+        """Name of the instruction set that the kernels are built for."""
+        return self._isa.name
+
+    @property
+    def num_threads(self) -> int:
+        """Threads that a kernel runs on."""
+        return self._workers.num_threads
+
     def warm_up(self) -> None:
-        """Compile or load every kernel that this layout needs."""
+        """Compile, or load from disk, every kernel that this layout needs; `on_compile` hears of each."""
+        names = list(self.kernel_makers())
+        for done, name in enumerate(names):
+            if self._on_compile:
+                self._on_compile(done, len(names), name)
+            self._kernel(name)
+        if self._on_compile:
+            self._on_compile(len(names), len(names), "")
 
     def submit(self, job: Callable[[], T]) -> Future[T]:
         """See `Backend.submit`."""
@@ -58,3 +80,4 @@ class CpuBackend(CpuKvOps):
     def close(self) -> None:
         """See `Backend.close`; idempotent."""
         self._queue.close()
+        self._workers.close()

@@ -54,7 +54,7 @@ def compile_kernel(
     `config` holds every value that the function closes over (closures are not looked into); `sources` are the files,
     besides the function's own and the vector operations, whose text the code depends on.
     """
-    callback = ccallback.CFunc(function, (_SIGNATURE.args, _SIGNATURE.return_type), {}, {"error_model": "numpy"})
+    callback: Any = ccallback.CFunc(function, (_SIGNATURE.args, _SIGNATURE.return_type), {}, {"error_model": "numpy"})
     files = (*_SHARED_SOURCES, function.__code__.co_filename, *sources)
     callback._cache = _DiskCache(name, repr((name, tuple(config), _digest_of_files(tuple(sorted(set(files)))))))
     callback.compile()

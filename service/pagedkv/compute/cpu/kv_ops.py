@@ -2,40 +2,78 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
 from pagedkv.compute.backend import AttentionBatch, AttentionParams, AttentionResult, Int64Array
-from pagedkv.compute.cpu import validation
+from pagedkv.compute.cpu import attention_steps, merge_kernel, threads, validation, write_kernel
+from pagedkv.compute.cpu.attention import ARRAY_KINDS, POOL_KINDS, Attention, compile_attention
+from pagedkv.compute.cpu.compile_cache import Kernel, compile_kernel
+from pagedkv.compute.cpu.features import Isa
 from pagedkv.compute.cpu.pool import allocate_pool
+from pagedkv.compute.cpu.threads import WorkerPool
 from pagedkv.compute.layout import KvLayout
-from pagedkv.dtypes import DType
 
-_STORED = {DType.FLOAT32: np.float32, DType.FLOAT16: np.float16, DType.BFLOAT16: ml_dtypes.bfloat16}
+_SOURCES: Final = (str(threads.__file__), str(attention_steps.__file__))
 
 
 class CpuKvOps:
-    """`KvOps` over a pool in host memory; not thread-safe, called from the device queue's thread only."""
+    """`KvOps` over a pool in host memory; called from the device queue's thread."""
 
-    def __init__(self, layout: KvLayout) -> None:
+    def __init__(self, layout: KvLayout, isa: Isa, workers: WorkerPool) -> None:
         self.layout = layout
-        pool = allocate_pool(layout)
-        self._blocks = pool.reshape(layout.num_blocks, layout.block_bytes)
-        shape = layout.shape
-        axes = (layout.num_blocks, shape.num_layers, 2, shape.num_kv_heads, layout.block_size, shape.head_dim)
-        self._view = pool.view(_STORED[shape.dtype]).reshape(axes)
+        self._isa, self._workers = isa, workers
+        self._pool = allocate_pool(layout)
+        self._blocks = self._pool.reshape(layout.num_blocks, layout.block_bytes)
+        self._kernels: dict[str, Kernel] = {}
+        self._attention: Attention | None = None
+
+    def kernel_makers(self) -> dict[str, Callable[[], Kernel]]:
+        """Return a name and a maker for each kernel that these operations use."""
+        isa, dtype = self._isa, self.layout.shape.dtype
+        kind = POOL_KINDS[dtype]
+        write = write_kernel.make_write_kernel(isa.width, kind)
+        merge = merge_kernel.make_merge_kernel(isa.width)
+        return {
+            "attend": lambda: compile_attention(isa, dtype),
+            "write": lambda: compile_kernel(write, f"write-{isa.name}-{dtype}", (isa.width, kind), _SOURCES),
+            "merge": lambda: compile_kernel(merge, f"merge-{isa.name}", (isa.width,), _SOURCES),
+        }
+
+    def _kernel(self, name: str) -> Kernel:
+        if name not in self._kernels:
+            self._kernels[name] = self.kernel_makers()[name]()
+        return self._kernels[name]
 
     def write_kv(self, layer: int, keys: Any, values: Any, slot_mapping: Int64Array) -> None:
         """See `KvOps.write_kv`."""
         validation.check_write(self.layout, layer, keys, values, slot_mapping)
-        kept = slot_mapping >= 0
-        blocks, offsets = np.divmod(slot_mapping[kept], self.layout.block_size)
-        self._view[blocks, layer, 0, :, offsets] = keys[kept].astype(self._view.dtype)
-        self._view[blocks, layer, 1, :, offsets] = values[kept].astype(self._view.dtype)
+        if not len(keys):
+            return
+        layout, shape = self.layout, self.layout.shape
+        item = shape.dtype.itemsize
+        keys, values = np.ascontiguousarray(keys), np.ascontiguousarray(values)
+        slots = np.ascontiguousarray(slot_mapping, dtype=np.int64)
+        words = {
+            8: -(-len(keys) // write_kernel.ITEM_TOKENS),
+            write_kernel.POOL: self._pool.ctypes.data + layer * layout.layer_stride * item,
+            write_kernel.KEYS: keys.ctypes.data,
+            write_kernel.VALUES: values.ctypes.data,
+            write_kernel.SOURCE_KIND: ARRAY_KINDS[keys.dtype],
+            write_kernel.SLOTS: slots.ctypes.data,
+            write_kernel.NUM_TOKENS: len(keys),
+            write_kernel.NUM_KV_HEADS: shape.num_kv_heads,
+            write_kernel.HEAD_DIM: shape.head_dim,
+            write_kernel.BLOCK_SIZE: layout.block_size,
+            write_kernel.BLOCK_BYTES: layout.block_bytes,
+            write_kernel.VALUE_BYTES: layout.value_stride * item,
+            write_kernel.HEAD_BYTES: layout.head_stride * item,
+            write_kernel.SCALE_BYTES: layout.scale_offset * item,
+        }
+        self._workers.run(self._kernel("write"), _args(write_kernel.NUM_WORDS, words))
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """See `KvOps.copy_blocks`; two different sources for one destination are refused."""
@@ -47,46 +85,32 @@ class CpuKvOps:
 
     def attend(self, layer: int, queries: Any, batch: AttentionBatch, params: AttentionParams) -> AttentionResult:
         """See `KvOps.attend`."""
-        validation.check_attend(self.layout, layer, queries, batch, params)
-        shape = self.layout.shape
-        group = shape.group_size
-        q = queries.astype(np.float32).reshape(-1, shape.num_kv_heads, group, shape.head_dim)
-        output, lse = np.zeros(q.shape, np.float32), np.full(q.shape[:3], -np.inf, np.float32)
-        scale = np.float32(shape.head_dim**-0.5 if params.scale is None else params.scale)
-        slopes, sinks = (
-            None if array is None else np.asarray(array, np.float32).reshape(shape.num_kv_heads, group)
-            for array in (params.alibi_slopes, params.sinks)
-        )
-        for s, context in enumerate(batch.context_lens):
-            start, stop = batch.query_starts[s], batch.query_starts[s + 1]
-            for row in range(start, stop):
-                position = context - stop + row
-                first = 0 if params.window is None else max(0, position - params.window + 1)
-                tokens = np.arange(first, position + 1)
-                blocks = batch.block_tables[s, tokens // self.layout.block_size]
-                k, v = (self._view[blocks, layer, part, :, tokens % self.layout.block_size] for part in (0, 1))
-                k, v = k.astype(np.float32), v.astype(np.float32)  # [tokens, num_kv_heads, head_dim]
-                scores = np.einsum("hgd,thd->hgt", q[row], k) * scale
-                if params.soft_cap is not None:
-                    scores = params.soft_cap * np.tanh(scores / np.float32(params.soft_cap))
-                if slopes is not None:
-                    scores = scores + slopes[..., None] * (tokens - position).astype(np.float32)
-                peak = scores.max(-1) if sinks is None else np.maximum(scores.max(-1), sinks)
-                weights = np.exp(scores - peak[..., None])
-                total = weights.sum(-1) + (0 if sinks is None else np.exp(sinks - peak))
-                output[row] = np.einsum("hgt,thd->hgd", weights, v) / total[..., None]
-                lse[row] = peak + np.log(total)
-        return AttentionResult(output.reshape(queries.shape), lse.reshape(queries.shape[:2]))
+        if self._attention is None:
+            kernel = self._kernel("attend")
+            self._attention = Attention(self.layout, self._pool.ctypes.data, kernel, self._workers)
+        validation.check_call(self.layout, layer, queries, params)
+        if not self._attention.knows(batch, params.window):
+            validation.check_batch(self.layout, batch, params.window)
+        validation.check_num_queries(batch, queries)
+        return self._attention.run(layer, queries, batch, params)
 
     def merge_states(self, outputs: Any, lses: Any) -> AttentionResult:
         """See `KvOps.merge_states`."""
-        peak = lses.max(0)
-        weights = np.exp(lses - np.where(np.isneginf(peak), 0, peak))
-        total = weights.sum(0)
-        safe = np.where(total > 0, total, 1)
-        output = (weights[..., None] * outputs).sum(0) / safe[..., None]
-        lse = np.where(total > 0, peak + np.log(safe), -np.inf)
-        return AttentionResult(output.astype(np.float32), lse.astype(np.float32))
+        validation.check_parts(self.layout, outputs, lses)
+        outputs, lses = np.ascontiguousarray(outputs), np.ascontiguousarray(lses)
+        output, lse = np.empty(outputs.shape[1:], np.float32), np.empty(lses.shape[1:], np.float32)
+        if lse.size:
+            words = {
+                8: lse.size,
+                merge_kernel.PARTS: outputs.ctypes.data,
+                merge_kernel.PART_LSES: lses.ctypes.data,
+                merge_kernel.OUTPUT: output.ctypes.data,
+                merge_kernel.LSE: lse.ctypes.data,
+                merge_kernel.NUM_PARTS: len(lses),
+                merge_kernel.HEAD_DIM: self.layout.shape.head_dim,
+            }
+            self._workers.run(self._kernel("merge"), _args(merge_kernel.NUM_WORDS, words))
+        return AttentionResult(output, lse)
 
     def read_block(self, block_id: int) -> npt.NDArray[np.uint8]:
         """See `KvOps.read_block`."""
@@ -98,3 +122,11 @@ class CpuKvOps:
         validation.check_block_id(self.layout, block_id)
         validation.check_block_data(self.layout, data)
         self._blocks[block_id] = data
+
+
+def _args(num_words: int, words: dict[int, int]) -> npt.NDArray[np.int64]:
+    """Return kernel arguments from a mapping of byte offsets."""
+    args = np.zeros(num_words, np.int64)
+    for offset, value in words.items():
+        args[offset // 8] = value
+    return args

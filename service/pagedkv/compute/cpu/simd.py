@@ -29,7 +29,9 @@ from pagedkv.compute.cpu.simd_emit import (
     emit_call,
     emit_exp2,
     emit_float_to_bfloat,
+    emit_float_to_e4m3,
     emit_float_to_half,
+    emit_float_to_int8,
     emit_fma,
     emit_load_as,
     emit_max,
@@ -37,6 +39,7 @@ from pagedkv.compute.cpu.simd_emit import (
     emit_pointer,
     emit_prefetch,
     emit_splat,
+    emit_tanh,
     emit_tree,
 )
 
@@ -62,6 +65,7 @@ __all__ = [
     "load",
     "load_as",
     "load_f32",
+    "load_f64",
     "load_i32",
     "load_i64",
     "mul",
@@ -73,6 +77,7 @@ __all__ = [
     "store_f32",
     "store_i64",
     "sub",
+    "tanh",
     "vabs",
     "vmax",
     "vmin",
@@ -218,6 +223,12 @@ def exp2(typingctx: Any, a: Any) -> Any:
 
 
 @intrinsic
+def tanh(typingctx: Any, a: Any) -> Any:
+    """Return tanh(a) per lane, relative error below 2e-7."""
+    return _elementwise(emit_tanh, 1)(a)
+
+
+@intrinsic
 def select_less(typingctx: Any, a: Any, b: Any, if_less: Any, otherwise: Any) -> Any:
     """Return if_less where a < b and otherwise elsewhere (NaN included)."""
 
@@ -306,6 +317,16 @@ def load_f32(typingctx: Any, address: Any) -> Any:
 
 
 @intrinsic
+def load_f64(typingctx: Any, address: Any) -> Any:
+    """Return the float64 at the address."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.load(emit_pointer(builder, args[0]), typ=ir.DoubleType(), align=8)
+
+    return types.float64(types.int64), codegen
+
+
+@intrinsic
 def store_f32(typingctx: Any, address: Any, value: Any) -> Any:
     """Store a float32."""
 
@@ -341,7 +362,10 @@ def store_i64(typingctx: Any, address: Any, value: Any) -> Any:
 
 @intrinsic(prefer_literal=True)
 def store_as(typingctx: Any, address: Any, vector: Any, kind: Any) -> Any:
-    """Store a float32 vector as KIND_F32, KIND_F16 or KIND_BF16, rounded to nearest even; NaN stays NaN."""
+    """Store a float32 vector as a kind, rounded to nearest even.
+
+    NaN stays NaN in the float kinds; KIND_I8 and KIND_E4M3 (not divided by 256 here) need |value| <= 127 and 448.
+    """
     stored = literal(kind)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -350,6 +374,10 @@ def store_as(typingctx: Any, address: Any, vector: Any, kind: Any) -> Any:
             value = emit_float_to_half(builder, value)
         elif stored == KIND_BF16:
             value = emit_float_to_bfloat(builder, value)
+        elif stored == KIND_I8:
+            value = emit_float_to_int8(builder, value)
+        elif stored == KIND_E4M3:
+            value = emit_float_to_e4m3(builder, value)
         builder.store(value, emit_pointer(builder, args[0]), align=KIND_BYTES[stored])
         return context.get_dummy_value()
 

@@ -151,6 +151,30 @@ def emit_min(builder: Any, a: Any, b: Any) -> Any:
     return builder.select(builder.fcmp_ordered("<", a, b), a, b)
 
 
+def emit_tanh(builder: Any, x: Any) -> Any:
+    """Return tanh(x) per lane, relative error below 2e-7."""
+    width = x.type.count
+    one, two = emit_constant(1.0, width), emit_constant(2.0, width)
+    size = emit_call(builder, f"llvm.fabs.v{width}f32", x.type, [x])
+    square = builder.fmul(x, x)
+    series = emit_constant(_TANH_COEFFICIENTS[-1], width)
+    for coefficient in reversed(_TANH_COEFFICIENTS[:-1]):
+        series = emit_fma(builder, series, square, emit_constant(coefficient, width))
+    small = emit_fma(builder, builder.fmul(x, square), series, x)
+    power = emit_exp2(builder, builder.fmul(emit_min(builder, emit_constant(20.0, width), size), _two_log2_e(width)))
+    large = builder.fsub(one, builder.fdiv(two, builder.fadd(power, one)))
+    large = emit_call(builder, f"llvm.copysign.v{width}f32", x.type, [large, x])
+    return builder.select(builder.fcmp_ordered("<", size, emit_constant(0.625, width)), small, large)
+
+
+def _two_log2_e(width: int) -> Any:
+    return emit_constant(2.8853900817779268, width)
+
+
+# (tanh(x) / x - 1) / x^2 as a polynomial in x^2, a Chebyshev fit on [0, 0.4]
+_TANH_COEFFICIENTS: Final = (-0.33333333, 0.13333301, -0.05395863, 0.02176364, -0.00832642, 0.00227272)
+
+
 def emit_tree(builder: Any, vector: Any, combine: Callable[..., Any]) -> Any:
     """Return lane 0 of a pairwise reduction over all lanes."""
     half = vector.type.count // 2
@@ -191,3 +215,27 @@ def emit_float_to_half(builder: Any, value: Any) -> Any:
     result = builder.select(is_tiny, tiny, builder.select(is_large, special, normal))
     sign = builder.and_(builder.lshr(bits, emit_int_constant(16, width)), emit_int_constant(0x8000, width))
     return builder.trunc(builder.or_(result, sign), ir.VectorType(I16, width))
+
+
+def emit_float_to_int8(builder: Any, value: Any) -> Any:
+    """Return |float32| <= 127 as int8, rounded to nearest even."""
+    width = value.type.count
+    shifted = builder.fadd(value, emit_constant(12582912.0, width))  # 1.5 * 2^23: the low bits are the integer
+    return builder.trunc(builder.bitcast(shifted, ir.VectorType(I32, width)), ir.VectorType(I8, width))
+
+
+def emit_float_to_e4m3(builder: Any, value: Any) -> Any:
+    """Return |float32| <= 448 as e4m3 bits, rounded to nearest even."""
+    width = value.type.count
+    ints = ir.VectorType(I32, width)
+    bits = builder.bitcast(value, ints)
+    magnitude = builder.and_(bits, emit_int_constant(0x7FFFFFFF, width))
+    odd = builder.and_(builder.lshr(magnitude, emit_int_constant(20, width)), emit_int_constant(1, width))
+    rebased = builder.add(magnitude, emit_int_constant(((7 - 127) << 23) + 0x7FFFF, width))
+    normal = builder.lshr(builder.add(rebased, odd), emit_int_constant(20, width))
+    magic = emit_int_constant((127 + 14) << 23, width)  # 2^14: its ulp is the smallest subnormal, 2^-9
+    summed = builder.fadd(builder.bitcast(magnitude, value.type), builder.bitcast(magic, value.type))
+    tiny = builder.sub(builder.bitcast(summed, ints), magic)
+    is_tiny = builder.icmp_signed("<", magnitude, emit_int_constant((127 - 6) << 23, width))
+    sign = builder.and_(builder.lshr(bits, emit_int_constant(24, width)), emit_int_constant(0x80, width))
+    return builder.trunc(builder.or_(builder.select(is_tiny, tiny, normal), sign), ir.VectorType(I8, width))

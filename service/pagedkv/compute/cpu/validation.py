@@ -60,15 +60,47 @@ def check_copies(layout: KvLayout, copies: Sequence[tuple[int, int]]) -> None:
             raise InvalidArgument(f"block {destination} has two sources", field="copies", block_id=destination)
 
 
-def check_attend(layout: KvLayout, layer: int, queries: Any, batch: AttentionBatch, params: AttentionParams) -> None:
-    """Check the arguments of `attend`."""
+def check_call(layout: KvLayout, layer: int, queries: Any, params: AttentionParams) -> None:
+    """Check what an attention call names besides its batch."""
     check_layer(layout, layer)
     check_rows(queries, "queries", layout.shape.num_heads, layout.shape.head_dim)
+    require(not _has_nan(queries), "queries", "must hold no NaN", "NaN")
     check_params(layout, params)
-    _check_integers(batch.context_lens, "context_lens", (len(batch.context_lens),))
+
+
+def check_batch(layout: KvLayout, batch: AttentionBatch, window: int | None) -> None:
+    """Check a batch's lengths, and the block ids that attention would read."""
+    _check_integers(batch.context_lens, "context_lens", np.shape(batch.context_lens)[:1])
     _check_integers(batch.query_starts, "query_starts", (len(batch.context_lens) + 1,))
-    _check_lengths(batch, len(queries))
-    _check_tables(layout, batch, params.window)
+    _check_lengths(batch)
+    _check_tables(layout, batch, window)
+
+
+def check_num_queries(batch: AttentionBatch, queries: npt.NDArray[Any]) -> None:
+    """Refuse queries that are not those the batch describes."""
+    last = int(batch.query_starts[-1])
+    require(last == len(queries), "query_starts", f"must end at the number of queries ({len(queries)})", last)
+
+
+def check_parts(layout: KvLayout, outputs: Any, lses: Any) -> None:
+    """Check the arguments of `merge_states`."""
+    for field, array in (("outputs", outputs), ("lses", lses)):
+        is_float = isinstance(array, np.ndarray) and array.dtype == np.float32
+        require(is_float, field, "must be a float32 array", getattr(array, "dtype", type(array).__name__))
+    shape = (layout.shape.num_heads, layout.shape.head_dim)
+    expected = f"[num_parts, num_queries, {shape[0]}, {shape[1]}]"
+    fits = outputs.ndim == 4 and len(outputs) >= 1 and outputs.shape[2:] == shape
+    require(fits, "outputs", f"must have shape {expected}", outputs.shape, expected)
+    require(lses.shape == outputs.shape[:3], "lses", f"must have shape {outputs.shape[:3]}", lses.shape)
+
+
+def _has_nan(array: npt.NDArray[Any]) -> bool:
+    if not array.size:
+        return False
+    if array.dtype == np.float32:
+        return bool(np.isnan(array.min()))
+    infinity = 0x7C00 if array.dtype == np.float16 else 0x7F80
+    return bool((array.view(np.uint16) & 0x7FFF).max() > infinity)
 
 
 def check_params(layout: KvLayout, params: AttentionParams) -> None:
@@ -98,11 +130,9 @@ def _check_range(array: npt.NDArray[Any], field: str, low: int, high: int) -> No
         raise InvalidArgument(f"must be in [{low}, {high}), got {worst}", field=field, value=worst, limit=high - 1)
 
 
-def _check_lengths(batch: AttentionBatch, num_queries: int) -> None:
+def _check_lengths(batch: AttentionBatch) -> None:
     starts, contexts = batch.query_starts, batch.context_lens
-    if starts[0] != 0 or starts[-1] != num_queries:
-        message = f"must start at 0 and end at the number of queries ({num_queries}), got {starts[0]} and {starts[-1]}"
-        raise InvalidArgument(message, field="query_starts", limit=num_queries)
+    require(bool(starts[0] == 0), "query_starts", "must start at 0", int(starts[0]), 0)
     query_lens = np.diff(starts)
     bad = np.flatnonzero(query_lens < 0)
     if bad.size:

@@ -1,0 +1,141 @@
+"""Attention over the page pool: plans a batch, hands the kernel its arguments, returns new arrays."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from pagedkv.compute.backend import AttentionBatch, AttentionParams, AttentionResult
+from pagedkv.compute.cpu import attention_args as at
+from pagedkv.compute.cpu import attention_kernel, attention_steps, attention_tiles, simd, threads
+from pagedkv.compute.cpu.attention_plan import AttentionPlan, PlanLimits, make_plan
+from pagedkv.compute.cpu.compile_cache import Kernel, compile_kernel
+from pagedkv.compute.cpu.features import Isa
+from pagedkv.compute.cpu.threads import WorkerPool
+from pagedkv.compute.layout import KvLayout
+from pagedkv.dtypes import DType
+
+POOL_KINDS: Final = {
+    DType.FLOAT32: simd.KIND_F32,
+    DType.FLOAT16: simd.KIND_F16,
+    DType.BFLOAT16: simd.KIND_BF16,
+    DType.INT8: simd.KIND_I8,
+    DType.FLOAT8_E4M3: simd.KIND_E4M3,
+}
+ARRAY_KINDS: Final = {
+    np.dtype(np.float32): simd.KIND_F32,
+    np.dtype(np.float16): simd.KIND_F16,
+    np.dtype(ml_dtypes.bfloat16): simd.KIND_BF16,
+}
+
+_UNIT_ROWS: Final = 64  # rows of a prefill item: its queries, scores and sums stay in the second-level cache
+_CHUNK_TOKENS: Final = 64
+_NO_WINDOW: Final = 1 << 40
+_LOG2_E: Final = math.log2(math.e)
+_SOURCES: Final = tuple(
+    str(module.__file__) for module in (at, attention_kernel, attention_steps, attention_tiles, threads)
+)
+
+
+def compile_attention(isa: Isa, dtype: DType) -> Kernel:
+    """Compile or load the attention kernel for a pool of this dtype."""
+    config = (isa.width, POOL_KINDS[dtype])
+    function = attention_kernel.make_attention_kernel(*config)
+    return compile_kernel(function, f"attend-{isa.name}-{dtype}", config, _SOURCES)
+
+
+class Attention:
+    """Runs attention over one pool. The plan of the last batch is kept: the layers of a step share it."""
+
+    def __init__(self, layout: KvLayout, pool_address: int, kernel: Kernel, workers: WorkerPool) -> None:
+        self._layout, self._pool_address = layout, pool_address
+        self._kernel, self._workers = kernel, workers
+        group = layout.shape.group_size
+        self._max_rows = -(-max(group, _UNIT_ROWS) // 16) * 16
+        self._chunk_tokens = max(_CHUNK_TOKENS, layout.block_size)
+        self._limits = PlanLimits(
+            block_size=layout.block_size,
+            chunk_tokens=self._chunk_tokens,
+            num_kv_heads=layout.shape.num_kv_heads,
+            unit_queries=max(1, _UNIT_ROWS // group),
+            num_threads=workers.num_threads,
+        )
+        size = attention_kernel.scratch_bytes(self._max_rows, layout.shape.head_dim, self._chunk_tokens)
+        self._scratch_bytes = size
+        self._scratch = np.zeros(workers.num_threads * size + 64, np.uint8)
+        self._partials = np.zeros(0, np.float32)
+        self._plan: AttentionPlan | None = None
+
+    def knows(self, batch: AttentionBatch, window: int | None) -> bool:
+        """Whether an equal batch was planned, and so validated, last."""
+        return self._plan is not None and self._plan.serves(batch, window)
+
+    def run(self, layer: int, queries: Any, batch: AttentionBatch, params: AttentionParams) -> AttentionResult:
+        """Attend; all arguments have passed validation."""
+        if not self.knows(batch, params.window):
+            self._plan = make_plan(batch, params.window, self._limits)
+        plan = self._plan
+        assert plan is not None
+        queries = np.ascontiguousarray(queries)
+        output = np.empty(queries.shape, np.float32)
+        lse = np.empty(queries.shape[:2], np.float32)
+        if len(plan.records):
+            counters = plan.counters.copy()
+            slopes, sinks = _in_log2(params.alibi_slopes), _in_log2(params.sinks)
+            args = self._args(layer, queries, params, plan)
+            args[at.OUTPUT // 8], args[at.LSE // 8] = output.ctypes.data, lse.ctypes.data
+            args[at.COUNTERS // 8] = counters.ctypes.data
+            args[at.SLOPES // 8] = 0 if slopes is None else slopes.ctypes.data
+            args[at.SINKS // 8] = 0 if sinks is None else sinks.ctypes.data
+            self._workers.run(self._kernel, args)
+        return AttentionResult(output, lse)
+
+    def _args(
+        self, layer: int, queries: npt.NDArray[Any], params: AttentionParams, plan: AttentionPlan
+    ) -> npt.NDArray[np.int64]:
+        layout, shape = self._layout, self._layout.shape
+        item = shape.dtype.itemsize
+        args = np.zeros(at.NUM_WORDS, np.int64)
+        scale = shape.head_dim**-0.5 if params.scale is None else params.scale
+        floats = args.view(np.float64)
+        floats[at.SCORE_SCALE // 8] = scale / params.soft_cap if params.soft_cap else scale * _LOG2_E
+        floats[at.SOFT_CAP // 8] = params.soft_cap * _LOG2_E if params.soft_cap else 0.0
+        words = {
+            8: len(plan.records) * shape.num_kv_heads,
+            at.POOL: self._pool_address + layer * layout.layer_stride * item,
+            at.QUERIES: queries.ctypes.data,
+            at.QUERY_KIND: ARRAY_KINDS[queries.dtype],
+            at.ITEMS: plan.records.ctypes.data,
+            at.NUM_KV_HEADS: shape.num_kv_heads,
+            at.GROUP_SIZE: shape.group_size,
+            at.HEAD_DIM: shape.head_dim,
+            at.BLOCK_SIZE: layout.block_size,
+            at.BLOCK_BYTES: layout.block_bytes,
+            at.VALUE_BYTES: layout.value_stride * item,
+            at.HEAD_BYTES: layout.head_stride * item,
+            at.SCALE_BYTES: layout.scale_offset * item,
+            at.WINDOW: _NO_WINDOW if params.window is None else params.window,
+            at.CHUNK_TOKENS: self._chunk_tokens,
+            at.MAX_ROWS: self._max_rows,
+            at.SCRATCH: -(-self._scratch.ctypes.data // 64) * 64,
+            at.SCRATCH_BYTES: self._scratch_bytes,
+            at.PARTIALS: self._partials_address(plan.num_parts),
+        }
+        for offset, value in words.items():
+            args[offset // 8] = value
+        return args
+
+    def _partials_address(self, num_parts: int) -> int:
+        shape = self._layout.shape
+        needed = num_parts * shape.num_kv_heads * self._max_rows * (shape.head_dim + 2)
+        if self._partials.size < needed:
+            self._partials = np.zeros(needed, np.float32)
+        return self._partials.ctypes.data
+
+
+def _in_log2(values: npt.NDArray[Any] | None) -> npt.NDArray[np.float32] | None:
+    return None if values is None else (np.asarray(values, np.float64) * _LOG2_E).astype(np.float32)

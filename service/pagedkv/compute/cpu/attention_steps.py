@@ -1,0 +1,332 @@
+"""The steps of the attention kernel, each a factory of a compiled function for one vector width and storage kind.
+
+Addresses and strides are int64 bytes. See attention_kernel for how the steps fit together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+from numba import njit
+
+from pagedkv.compute.cpu import attention_args as at
+from pagedkv.compute.cpu.attention_tiles import (
+    TILE_TOKENS,
+    dot_tile,
+    outer_tile,
+    transpose_tile,
+)
+from pagedkv.compute.cpu.simd import (
+    KIND_BF16,
+    KIND_BYTES,
+    KIND_E4M3,
+    KIND_F16,
+    KIND_F32,
+    add,
+    exp2,
+    fma,
+    hmax,
+    hsum,
+    keep_lanes,
+    lane_numbers,
+    load,
+    load_as,
+    load_f32,
+    load_f64,
+    load_i32,
+    load_i64,
+    mul,
+    prefetch,
+    splat,
+    store,
+    store_f32,
+    store_i64,
+    tanh,
+    vmax,
+)
+
+_NO_SCORE: Final = np.float32(-np.inf)
+_ZERO: Final = np.float32(0.0)
+_CACHE_LINE: Final = 64
+
+Step = Callable[..., Any]
+
+compiled = njit(error_model="numpy", nogil=True)
+
+
+def make_exp2_of(width: int) -> Step:
+    """Return exp2 of one float32."""
+
+    @compiled
+    def exp2_of(value: float) -> float:
+        return hmax(exp2(splat(np.float32(value), width)))
+
+    return exp2_of
+
+
+def make_fill_tables() -> Step:
+    """Return the step that writes the addresses of a chunk's K and V tiles and scales."""
+
+    @compiled
+    def fill_tables(args: int, index: int, first_token: int, tables: int, table_bytes: int) -> None:
+        """Behind the item's last block that block is repeated, so that a table is always full."""
+        num_kv_heads, block_size = load_i64(args + at.NUM_KV_HEADS), load_i64(args + at.BLOCK_SIZE)
+        item = load_i64(args + at.ITEMS) + (index // num_kv_heads) * (8 * at.ITEM_WORDS)
+        kv_head = index % num_kv_heads
+        first = first_token // block_size
+        last = (load_i64(item + at.ITEM_STOP_TOKEN) - 1) // block_size
+        for entry in range(load_i64(args + at.CHUNK_TOKENS) // block_size):
+            block_id = load_i32(load_i64(item + at.ITEM_TABLE) + 4 * min(first + entry, last))
+            block = load_i64(args + at.POOL) + block_id * load_i64(args + at.BLOCK_BYTES)
+            tile = block + kv_head * load_i64(args + at.HEAD_BYTES)
+            scales = block + load_i64(args + at.SCALE_BYTES) + 4 * kv_head * block_size
+            store_i64(tables + 8 * entry, tile)
+            store_i64(tables + table_bytes + 8 * entry, tile + load_i64(args + at.VALUE_BYTES))
+            store_i64(tables + 2 * table_bytes + 8 * entry, scales)
+
+    return fill_tables
+
+
+def make_load_queries(width: int) -> Step:
+    """Return the step that gathers an item's query rows."""
+
+    @compiled
+    def load_queries(args: int, item: int, kv_head: int, rows: int) -> None:
+        """Copy the rows of this KV head's group as float32, multiplied by the score scale."""
+        group, head_dim = load_i64(args + at.GROUP_SIZE), load_i64(args + at.HEAD_DIM)
+        num_heads = group * load_i64(args + at.NUM_KV_HEADS)
+        factor = splat(np.float32(load_f64(args + at.SCORE_SCALE)), width)
+        query_kind, queries = load_i64(args + at.QUERY_KIND), load_i64(args + at.QUERIES)
+        for row in range(load_i64(item + at.ITEM_NUM_QUERIES) * group):
+            query = load_i64(item + at.ITEM_FIRST_QUERY) + row // group
+            element = (query * num_heads + kv_head * group + row % group) * head_dim
+            for dim in range(0, head_dim, width):
+                if query_kind == KIND_F32:
+                    value = load(queries + 4 * (element + dim), width)
+                elif query_kind == KIND_F16:
+                    value = load_as(queries + 2 * (element + dim), width, KIND_F16)
+                else:
+                    value = load_as(queries + 2 * (element + dim), width, KIND_BF16)
+                store(rows + 4 * (row * head_dim + dim), mul(value, factor))
+
+    return load_queries
+
+
+def make_score_decode(width: int, kind: int) -> Step:
+    """Return the step that multiplies few query rows with the keys as they lie in their blocks."""
+    full, item = width // 4, KIND_BYTES[kind]
+    three, two = min(3, full), min(2, full)
+
+    @compiled
+    def score_decode(
+        queries: int, rows: int, head_dim: int, scores: int, stride: int, block: int, count: int, table: int, ahead: int
+    ) -> None:
+        row_bytes = head_dim * item
+        for token in range(0, count, TILE_TOKENS):
+            entry, offset = 8 * (token // block), (token % block) * row_bytes
+            k, last = load_i64(table + entry) + offset, min(count - token, TILE_TOKENS) - 1
+            after = load_i64(ahead + entry) + offset
+            for row in range(0, rows, full):
+                q, s, left = queries + 4 * row * head_dim, scores + row * stride + 4 * token, rows - row
+                if left >= full:
+                    dot_tile(k, last, row_bytes, q, head_dim, s, stride, after, full, width, kind)
+                elif left == 3:
+                    dot_tile(k, last, row_bytes, q, head_dim, s, stride, after, three, width, kind)
+                elif left == 2:
+                    dot_tile(k, last, row_bytes, q, head_dim, s, stride, after, two, width, kind)
+                else:
+                    dot_tile(k, last, row_bytes, q, head_dim, s, stride, after, 1, width, kind)
+                after = k
+
+    return score_decode
+
+
+def make_outer_rows(width: int, vectors: int, kind: int, mode: int, remainders: bool) -> Step:
+    """Return the step that runs one column of tiles over all rows; `remainders` adds tiles of 2 and 3 rows."""
+    full = width // 4
+    three, two = (min(3, full), min(2, full)) if remainders else (1, 1)
+
+    @compiled
+    def outer_rows(
+        table: int, piece: int, count: int, row_bytes: int, column: int,
+        a: int, a_stride: int, c: int, c_stride: int, alpha: int, ahead: int, rows: int,
+    ) -> None:  # fmt: skip
+        row = 0
+        while row < rows:
+            a_at, c_at, f_at, left = a + row * a_stride, c + row * c_stride, alpha + 4 * row, rows - row
+            if left >= full:
+                outer_tile(
+                    table, piece, count, row_bytes, column, a_at, a_stride, c_at, c_stride, f_at, ahead,
+                    full, vectors, width, kind, mode,
+                )  # fmt: skip
+                row += full
+            elif left == 3:
+                outer_tile(
+                    table, piece, count, row_bytes, column, a_at, a_stride, c_at, c_stride, f_at, ahead,
+                    three, vectors, width, kind, mode,
+                )  # fmt: skip
+                row += three
+            elif left == 2:
+                outer_tile(
+                    table, piece, count, row_bytes, column, a_at, a_stride, c_at, c_stride, f_at, ahead,
+                    two, vectors, width, kind, mode,
+                )  # fmt: skip
+                row += two
+            else:
+                outer_tile(
+                    table, piece, count, row_bytes, column, a_at, a_stride, c_at, c_stride, f_at, ahead,
+                    1, vectors, width, kind, mode,
+                )  # fmt: skip
+                row += 1
+            ahead = table
+
+    return outer_rows
+
+
+def make_accumulate(width: int, kind: int, mode: int, remainders: bool) -> Step:
+    """Return the step C = alpha C + P V over all columns of head_dim."""
+    wide = make_outer_rows(width, 4, kind, mode, remainders)
+    narrow = make_outer_rows(width, 1, kind, mode, remainders)
+    item = KIND_BYTES[kind]
+
+    @compiled
+    def accumulate(
+        table: int,
+        piece: int,
+        count: int,
+        head_dim: int,
+        p: int,
+        p_stride: int,
+        c: int,
+        alpha: int,
+        ahead: int,
+        rows: int,
+    ) -> None:
+        column = 0
+        while column + 4 * width <= head_dim:
+            wide(
+                table,
+                piece,
+                count,
+                head_dim * item,
+                column,
+                p,
+                p_stride,
+                c + 4 * column,
+                4 * head_dim,
+                alpha,
+                ahead,
+                rows,
+            )
+            column += 4 * width
+        while column < head_dim:
+            narrow(
+                table,
+                piece,
+                count,
+                head_dim * item,
+                column,
+                p,
+                p_stride,
+                c + 4 * column,
+                4 * head_dim,
+                alpha,
+                ahead,
+                rows,
+            )
+            column += width
+
+    return accumulate
+
+
+def make_pack_chunk(width: int, kind: int) -> Step:
+    """Return the step that transposes a chunk's keys to float32 and, unless they are float32, converts its values."""
+    item, is_float32 = KIND_BYTES[kind], kind == KIND_F32
+
+    @compiled
+    def pack_chunk(
+        tables: int,
+        ahead: int,
+        table_bytes: int,
+        block: int,
+        count: int,
+        head_dim: int,
+        keys: int,
+        stride: int,
+        values: int,
+    ) -> None:
+        step, row_bytes = min(width, block), head_dim * item
+        for token in range(0, count, step):  # in order: a tile of more tokens than a block overwrites what is ahead
+            entry, offset = 8 * (token // block), (token % block) * row_bytes
+            k, v = load_i64(tables + entry) + offset, load_i64(tables + table_bytes + entry) + offset
+            after_k, after_v = load_i64(ahead + entry) + offset, load_i64(ahead + table_bytes + entry) + offset
+            for line in range(0, step * row_bytes, _CACHE_LINE):
+                prefetch(after_k + line, 2)
+                prefetch(after_v + line, 2)
+            last = min(count - token, step) - 1
+            for dim in range(0, head_dim, width):
+                transpose_tile(k + dim * item, last, row_bytes, keys + dim * stride + 4 * token, stride, width, kind)
+            if not is_float32:
+                for element in range(0, (last + 1) * head_dim, width):
+                    converted = load_as(v + element * item, width, kind)
+                    store(values + 4 * (token * head_dim + element), converted)
+
+    return pack_chunk
+
+
+def make_copy_scales(kind: int) -> Step:
+    """Return the step that gathers a chunk's scales of K and V; the factor of the conversion joins them."""
+    factor = np.float32(256.0 if kind == KIND_E4M3 else 1.0)
+
+    @compiled
+    def copy_scales(table: int, block: int, value_offset: int, count: int, key_scales: int, value_scales: int) -> None:
+        for token in range(count):
+            scale = load_i64(table + 8 * (token // block)) + 4 * (token % block)
+            store_f32(key_scales + 4 * token, load_f32(scale) * factor)
+            store_f32(value_scales + 4 * token, load_f32(scale + value_offset) * factor)
+
+    return copy_scales
+
+
+def make_softmax_row(width: int, is_quantized: bool) -> Step:
+    """Return the step that turns one row's products into probabilities relative to the row's running maximum."""
+    exp2_of = make_exp2_of(width)
+
+    @compiled
+    def softmax_row(
+        scores: int, count: int, first: int, stop: int, distance: int, soft_cap: float, slope: float,
+        key_scales: int, value_scales: int, peak_at: int, total_at: int, alpha_at: int,
+    ) -> None:  # fmt: skip
+        """Tokens outside [first, stop) are not seen; `distance` is the first token's position minus the query's."""
+        largest = splat(_NO_SCORE, width)
+        for token in range(0, count, width):
+            s = load(scores + 4 * token, width)
+            if is_quantized:
+                s = mul(s, load(key_scales + 4 * token, width))
+            if soft_cap != 0.0:
+                s = mul(tanh(s), splat(np.float32(soft_cap), width))
+            if slope != 0.0:
+                offset = add(lane_numbers(width), splat(np.float32(distance + token), width))
+                s = fma(splat(np.float32(slope), width), offset, s)
+            if first > token or stop < token + width:
+                s = keep_lanes(s, first - token, stop - token, _NO_SCORE)
+            store(scores + 4 * token, s)
+            largest = vmax(largest, s)
+        old = load_f32(peak_at)
+        peak = max(old, hmax(largest))
+        base = splat(peak if peak > _NO_SCORE else _ZERO, width)
+        total = splat(_ZERO, width)
+        for token in range(0, count, width):
+            p = exp2(add(load(scores + 4 * token, width), mul(base, splat(np.float32(-1.0), width))))
+            total = add(total, p)
+            if is_quantized:
+                p = mul(p, load(value_scales + 4 * token, width))
+            store(scores + 4 * token, p)
+        alpha = np.float32(1.0) if old == peak else exp2_of(old - peak)
+        store_f32(peak_at, peak)
+        store_f32(alpha_at, alpha)
+        store_f32(total_at, load_f32(total_at) * alpha + hsum(total))
+
+    return softmax_row
