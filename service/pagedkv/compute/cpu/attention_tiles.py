@@ -135,7 +135,7 @@ def dot_tile(
             wide_offset = builder.mul(dim, _word(4))
             ahead_offset = builder.mul(dim, _word(TILE_TOKENS * item))
             for line in range(0, max(step_bytes, _CACHE_LINE), _CACHE_LINE):
-                emit_prefetch(builder, emit_pointer(builder, builder.add(next_tile, ahead_offset), line))
+                emit_prefetch(builder, emit_pointer(builder, builder.add(next_tile, ahead_offset), line), 2)
             k = [emit_load_as(builder, row, offset, lanes, stored) for row in key_rows]
             result = []
             for row in range(num_rows):
@@ -219,7 +219,7 @@ def outer_tile(
                 offset = builder.mul(row_index, b_stride)
                 if ahead is not None:
                     for line in range(0, num_vectors * lanes * item, _CACHE_LINE):
-                        emit_prefetch(builder, emit_pointer(builder, builder.add(ahead, offset), line))
+                        emit_prefetch(builder, emit_pointer(builder, builder.add(ahead, offset), line), 2)
                 at = builder.add(base, offset)
                 b = [emit_load_as(builder, at, vector * lanes * item, lanes, stored) for vector in range(num_vectors)]
                 a_offset = builder.mul(builder.add(done, row_index), _word(4))
