@@ -20,7 +20,7 @@ from pagedkv.compute.layout import KvLayout
 from pagedkv.dtypes import DType
 
 T = TypeVar("T")
-Tensor = Any  # NumPy array on the CPU, device array on a GPU; has .shape
+Tensor = Any  # NumPy array on the CPU, device array on a GPU; has .shape and a .reshape(shape) that copies nothing
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
