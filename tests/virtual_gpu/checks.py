@@ -42,7 +42,7 @@ def _global_race(
         if w >= base and w != tag and not (has_order and ordered[w - base, cta]):
             return w - base + 1
         r = reader[g]
-        if kind == READ or kind == READ_POISON:
+        if kind in (READ, READ_POISON):
             if r < base:
                 reader[g] = tag
             elif r != tag:
@@ -209,7 +209,7 @@ def check_shared(
 ):  # type: ignore[no-untyped-def]
     """As check_global, for shared memory: `address` is the offset in the CTA, `offsets` that into the whole array."""
     check_races, count = flags
-    is_write = kind == WRITE or kind == WRITE_LATER
+    is_write = kind in (WRITE, WRITE_LATER)
     bank_words = np.empty((32, 32), np.int64)
     bank_fill = np.zeros(32, np.int64)
     group_size = 32 if nbytes <= 4 else 128 // nbytes  # lanes served by one wavefront when nothing conflicts

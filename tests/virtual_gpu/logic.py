@@ -93,7 +93,7 @@ def _prmt(instruction: Instruction) -> Alu:
         for i in range(4):
             nibble = (selector >> np.uint32(4 * i)).astype(np.uint64) & np.uint64(15)
             if mode:
-                table = np.array([_PRMT_MODES[mode](n & 3 if mode != "b4e" else n & 3)[i] for n in range(4)], np.uint64)
+                table = np.array([_PRMT_MODES[mode](n)[i] for n in range(4)], np.uint64)
                 nibble = table[(selector & np.uint32(3)).astype(np.intp)]
             byte = (pool >> ((nibble & np.uint64(7)) * np.uint64(8))) & np.uint64(0xFF)
             sign = np.where(byte & np.uint64(0x80), np.uint64(0xFF), np.uint64(0))

@@ -71,7 +71,8 @@ class BoundBlock:
     """A block's instructions for all lanes (`full`), all live lanes (`live`) and some lanes (`part`)."""
 
     def __init__(self, frame: Frame, start: int, end: int) -> None:
-        bounds = [bind(frame, frame.kernel.body[k], k) for k in range(start, end)]
+        body, skipped = frame.kernel.body, frame.kernel.skipped
+        bounds = [bind(frame, body[k], k) for k in range(start, end) if id(body[k]) not in skipped]
         self.full = [b.full for b in bounds]
         self.part = [b.part for b in bounds]
         self.live = [b.full if b.pure else _on_lanes(frame, b.part) for b in bounds]

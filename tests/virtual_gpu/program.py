@@ -83,6 +83,7 @@ class Kernel:
                 self.writers.setdefault(name, []).append(instruction)
         self._fold_constants()
         self.alus: dict[int, Alu] = {}
+        self.skipped = self._find_skipped()
         for instruction in self.body:
             if instruction.base in ALU_BUILDERS:
                 self.alus[id(instruction)] = self._build(instruction)
@@ -98,14 +99,13 @@ class Kernel:
             raise unsupported(instruction, repr(error)) from error
 
     def _results(self, instruction: Instruction) -> list[str]:
-        if (
-            not instruction.operands
-            or (instruction.base in ("st", "red", *CONTROL)
+        if not instruction.operands or (
+            instruction.base in ("st", "red", *CONTROL)
             and instruction.base
             not in (
                 "bar",
                 "barrier",
-            ))
+            )
         ):
             return []
         return registers_of(instruction.operands[0]) if not isinstance(instruction.operands[0], Mem) else []
@@ -246,6 +246,19 @@ class Kernel:
                 instruction.operands = (first, *(folded(o) for o in rest))
             else:
                 instruction.operands = tuple(folded(o) for o in instruction.operands)
+
+    def _find_skipped(self) -> set[int]:
+        """Moves of constants that folding left without a reader."""
+        read = {name for i in self.body for o in self._sources(i) for name in registers_of(o)}
+        read |= {i.guard.name for i in self.body if i.guard}
+        return {
+            id(i)
+            for i in self.body
+            if i.base == "mov" and isinstance(i.operands[0], Reg) and i.operands[0].name not in read
+        }
+
+    def _sources(self, instruction: Instruction) -> tuple[Operand, ...]:
+        return instruction.operands[1:] if self._results(instruction) else instruction.operands
 
     def _find_uniform(self) -> set[str]:
         """Registers set once from values that are the same in all threads of the grid: kept as one element."""

@@ -283,7 +283,7 @@ class BodyParser:
         self.function = function
         self.scopes: list[tuple[int, dict[str, str]]] = [(0, {})]
         self.num_scopes = 1
-        self.pending: list[tuple[Instruction, list[str], tuple[int, ...]]] = []
+        self.pending: list[tuple[Instruction, tuple[int, ...]]] = []
 
     def parse(self) -> None:
         outer = self.outer
@@ -306,7 +306,7 @@ class BodyParser:
             else:
                 line = outer.line
                 self._statement(outer._until(";"), line)
-        for instruction, operands, chain in self.pending:
+        for instruction, chain in self.pending:
             instruction.operands = tuple(self._finish(o, chain) for o in instruction.operands)
 
     def _label(self, name: str) -> None:
@@ -359,7 +359,7 @@ class BodyParser:
         instruction = Instruction(
             base, tuple(mods), tuple(self._operand(o) for o in operands), guard, line, original, self.outer.source
         )
-        self.pending.append((instruction, operands, tuple(number for number, _ in self.scopes)))
+        self.pending.append((instruction, tuple(number for number, _ in self.scopes)))
         self.function.body.append(instruction)
 
     def _resolve(self, name: str) -> str | None:
