@@ -200,7 +200,7 @@ def _bind_single(function: Callable[..., Any], sources: list[Array], target: Arr
     is_ufunc = hasattr(function, "nin") and all(s.dtype == target.dtype for s in sources)
     is_compare = target.dtype == np.bool_ and isinstance(function, np.ufunc)
     if (is_ufunc or is_compare) and target.flags.c_contiguous:
-        full: Callable[[], Any] = partial(function, *sources, target)
+        full: Callable[[], Any] = partial(function, *sources, out=target)
     else:
 
         def full() -> None:
