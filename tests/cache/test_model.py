@@ -13,8 +13,15 @@ from pagedkv.config import CacheConfig
 from pagedkv.errors import PagedKvError
 
 NAMES = st.sampled_from(["a", "b", "c", "d", "e"])
-TOKENS = st.integers(0, 1)  # so few that prefixes meet all the time
 SIZE = 4
+PROMPTS = ([1] * 26, [1] * 8 + [2] * 18)  # so alike that prefixes meet all the time
+MODES = st.sampled_from(["known", "known", "known", "none", "any"])
+
+
+@st.composite
+def token_ids(draw):
+    """Draw the head of a prompt, mostly of whole blocks and one token."""
+    return draw(st.sampled_from(PROMPTS))[: draw(st.sampled_from([0, 5, 9, 10, 13, 13, 17, 21, 24, 26]))]
 
 
 def snapshot(cache):
@@ -23,7 +30,7 @@ def snapshot(cache):
 
 
 class CacheMachine(RuleBasedStateMachine):
-    @initialize(num_blocks=st.integers(3, 14), num_layers=st.integers(1, 2))
+    @initialize(num_blocks=st.integers(3, 20), num_layers=st.integers(1, 2))
     def make(self, num_blocks, num_layers):
         config = CacheConfig(num_blocks, SIZE, num_layers, max_sequence_tokens=24)
         self.now = 0.0
@@ -47,7 +54,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert got is error
         return result, expected
 
-    @rule(name=NAMES, ids=st.none() | st.lists(TOKENS, max_size=26), salt=st.sampled_from([None, None, b""]))
+    @rule(name=NAMES, ids=token_ids() | st.none(), salt=st.sampled_from([None, None, None, b""]))
     def allocate(self, name, ids, salt):
         extras = PrefixExtras(salt=salt)
         probed = self.cache.probe_prefix(ids or [], extras)
@@ -57,10 +64,23 @@ class CacheMachine(RuleBasedStateMachine):
         if result is not None:
             assert result.num_cached_tokens == expected == probed
 
+    @rule(data=st.data(), ids=token_ids(), salt=st.sampled_from([None, None, None, b""]))
+    def start(self, data, ids, salt):
+        """Allocate under a new name, if there is one, and write all of the prompt."""
+        name = data.draw(st.sampled_from(sorted(set("abcde") - set(self.model.sequences)) or ["a"]))
+        ids = ids[: self.model.sequence_limit]
+        if name in self.model.sequences:
+            return
+        self.allocate(name, ids, salt)
+        rest = len(ids) - self.model.sequences[name].length
+        self.reserve_and_end([(name, rest, None, None)], "commit")
+
     @precondition(lambda self: self.model.sequences)
     @rule(data=st.data(), count=st.integers(1, 3), end=st.sampled_from(["commit", "commit", "cancel", "leave"]))
     def reserve(self, data, count, end):
-        requests = [self.draw_request(data) for _ in range(count)]
+        self.reserve_and_end([self.draw_request(data) for _ in range(count)], end)
+
+    def reserve_and_end(self, requests, end):
         result, expected = self.both(
             lambda: self.cache.reserve_batch([ReserveRequest(*request) for request in requests]),
             lambda: self.model.reserve(requests),
@@ -77,15 +97,19 @@ class CacheMachine(RuleBasedStateMachine):
                 self.cancel_open(reservation.sequence_id)
 
     def draw_request(self, data):
+        """Draw a request that mostly succeeds: the rest of the known tokens, or what the prompts say comes next."""
         name = data.draw(st.sampled_from(sorted(self.model.sequences)))
-        num_tokens = data.draw(st.integers(0, 9))
         layer = data.draw(st.sampled_from([None, None, *range(self.model.num_layers)]))
         sequence = self.model.sequences[name]
         start = sequence.lengths[layer or 0]
-        known = sequence.known[start : start + num_tokens]
-        rest = num_tokens - len(known)
-        fitting = st.lists(TOKENS, min_size=rest, max_size=rest).map(lambda ids: known + ids)
-        return name, num_tokens, layer, data.draw(fitting | st.none() | st.lists(TOKENS, max_size=4))
+        rest = max(1, len(sequence.known) - start)
+        num_tokens = data.draw(st.sampled_from([rest, rest, 1, 2, SIZE, 2 * SIZE, 0]))
+        mode = data.draw(MODES)
+        if mode == "none":
+            return name, num_tokens, layer, None
+        known = sequence.known[start:] if mode == "known" else []
+        follow = data.draw(st.sampled_from(PROMPTS))[start + len(known) :]
+        return name, num_tokens, layer, (known + follow)[:num_tokens]
 
     def finish_all(self, reservations):
         self.now += 1
@@ -108,14 +132,21 @@ class CacheMachine(RuleBasedStateMachine):
         else:
             self.cancel_open(name)
 
-    @rule(parent=NAMES, child=NAMES)
-    def fork(self, parent, child):
+    @precondition(lambda self: self.model.sequences)
+    @rule(data=st.data(), child=NAMES)
+    def fork(self, data, child):
+        parent = data.draw(st.sampled_from(sorted(self.model.sequences)))
         self.both(lambda: self.cache.fork(parent, child), lambda: self.model.fork(parent, child))
 
-    @rule(name=NAMES, num_tokens=st.integers(-1, 25))
-    def truncate(self, name, num_tokens):
+    @precondition(lambda self: self.model.sequences)
+    @rule(data=st.data(), num_tokens=st.integers(-1, 25), near=st.booleans())
+    def truncate(self, data, num_tokens, near):
+        name = data.draw(st.sampled_from(sorted(self.model.sequences)))
+        if near:
+            num_tokens = max(self.model.sequences[name].lengths) - num_tokens % 6
         self.both(lambda: self.cache.truncate(name, num_tokens), lambda: self.model.truncate(name, num_tokens))
 
+    @precondition(lambda self: len(self.model.sequences) > 1)
     @rule(names=st.lists(NAMES, min_size=1, max_size=2))
     def free(self, names):
         self.both(lambda: self.cache.free_batch(names), lambda: self.model.free(names))
@@ -176,6 +207,6 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 CacheMachine.TestCase.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=400, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestCacheAgainstModel = CacheMachine.TestCase

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pagedkv.cache.block import BlockState
 from pagedkv.cache.block_hash import BlockHash
 from pagedkv.cache.block_pool import BlockPool, PublishedBlock
-from pagedkv.cache.ledger import Ledger
+from pagedkv.cache.ledger import Ledger, next_pow2
 from pagedkv.cache.sequence import Sequence
 
 
@@ -50,19 +50,19 @@ class _Auditor:
         self._sequences = sequences
         self._hash_block = hash_block
         self._ref_counts: Counter[int] = Counter()
-        self._recount = ledger
-        self._views: dict[int, dict[str, int]] = {}
 
     def check_tables(self) -> None:
-        """Count the references; ids outside the pool and blocks that one table names twice are findings."""
+        """Count the references. A table is cut before an id outside the pool or one that it names already."""
         for sequence in self._sequences:
-            valid = [block for block in sequence.table if 0 <= block < self._pool.num_blocks]
+            valid: set[int] = set()
+            for index, block in enumerate(sequence.table):
+                if block in valid or not 0 <= block < self._pool.num_blocks:
+                    problem = f"its table is cut at index {index}, which names block {block}"
+                    self.findings.append(f"sequence {sequence.sequence_id!r}: {problem}")
+                    _cut(sequence, index, self._ledger.block_size)
+                    break
+                valid.add(block)
             self._ref_counts.update(valid)
-            if len(set(valid)) == len(sequence.table):
-                continue
-            self.findings.append(f"sequence {sequence.sequence_id!r}: its table names a block twice or one outside")
-            self._suspects.update(block for block, count in Counter(valid).items() if count > 1)
-            sequence.is_hashable = False
 
     def check_published(self) -> None:
         """Recompute every digest from its parent's, and compare the index and the tables with it."""
@@ -128,16 +128,15 @@ class _Auditor:
 
     def check_ledger(self) -> None:
         """Compare the sums with a recount."""
-        self._recount = self._ledger.recount(self._sequences)
-        for name, expected in self._recount.sums().items():
+        for name, expected in self._ledger.recount(self._sequences).sums().items():
             value = getattr(self._ledger, name)
             if value != expected:
                 self.findings.append(f"{name} is {value}, the tables say {expected}")
-        views = self._partial_views()
-        needed = {block: seen for block, seen in views.items() if self._is_listed(block)}
-        if needed != self._ledger.views:
+        if self._ledger.views != self._needed_views():
             self.findings.append("the partial views of blocks are not those of the tables")
-        self._views = needed
+
+    def _needed_views(self) -> dict[int, dict[str, int]]:
+        return {block: views for block, views in self._partial_views().items() if self._is_listed(block)}
 
     def _partial_views(self) -> dict[int, dict[str, int]]:
         size = self._ledger.block_size
@@ -164,8 +163,8 @@ class _Auditor:
         for sequence in self._sequences:
             if any(block not in pool.published for block in sequence.table[: sequence.num_published]):
                 sequence.is_hashable = False
-        self.check_ledger()
-        self._ledger.restore(self._recount, self._views)
+            sequence.pow2 = next_pow2(sequence.length)
+        self._ledger.restore(self._ledger.recount(self._sequences), self._needed_views())
 
     def _unpublish_suspects(self) -> None:
         """Forget suspects and every block that descends from one, as nothing could find it."""
@@ -185,6 +184,18 @@ class _Auditor:
     def _doubt(self, block: int, problem: str) -> None:
         self.findings.append(f"block {block}: {problem}")
         self._suspects.add(block)
+
+
+def _cut(sequence: Sequence, num_blocks: int, block_size: int) -> None:
+    """Shorten a sequence to its first blocks; an open reservation is void."""
+    num_tokens = num_blocks * block_size
+    del sequence.table[num_blocks:]
+    del sequence.token_ids[num_tokens:]
+    lengths = [min(length, num_tokens) for length in sequence.layer_lengths or [sequence.length]]
+    sequence.length = min(lengths)
+    sequence.layer_lengths = lengths if max(lengths) > sequence.length else None
+    sequence.num_published = min(sequence.num_published, num_blocks)
+    sequence.open = None
 
 
 def _name(state: int) -> str:
