@@ -106,18 +106,18 @@ def bench_requests(num_blocks: int) -> list[Figure]:
 
 
 def bench_decode(num_blocks: int) -> Figure:
-    """One token more for each of 64 running sequences, whose lengths are spread over the block."""
+    """One token more for each of 64 running sequences: reserve and commit; their lengths are spread over the block."""
     cache = make_cache(num_blocks)
     for index in range(NUM_SEQUENCES):
         cache.allocate(str(index))
         length = 20 + index % BLOCK_SIZE
         cache.commit(cache.reserve(str(index), length, token_ids=[index] * length))
 
-    def step(token_id: int) -> None:
+    def step_of(token_id: int) -> Callable[[], None]:
         requests = [ReserveRequest(str(index), 1, None, [token_id]) for index in range(NUM_SEQUENCES)]
-        cache.commit_batch(cache.reserve_batch(requests))
+        return lambda: cache.commit_batch(cache.reserve_batch(requests))
 
-    calls = [lambda token=token: step(token) for token in range(150)]
+    calls = [step_of(token_id) for token_id in range(150)]
     return measure("one token for 64 sequences", num_blocks, calls)
 
 

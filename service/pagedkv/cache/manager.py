@@ -193,7 +193,8 @@ class CacheManager:
             self._check_available(needed)
             fresh = self.pool.take(needed, now)
             fresh.reverse()  # so that each plan pops its own
-        return [self._reservations.apply(made, fresh, now) for made in plans]
+        apply = self._reservations.apply
+        return [apply(made, fresh, now) for made in plans]
 
     def commit(self, reservation: Reservation) -> None:
         """Mark a reservation's tokens written. Raises InvalidArgument if it is not open."""
@@ -204,9 +205,9 @@ class CacheManager:
         if len({reservation[0] for reservation in reservations}) != len(reservations):
             _check_unique("reservations", [reservation[0] for reservation in reservations])
         sequences = [self._open_sequence(reservation) for reservation in reservations]
-        now = self._clock()
+        now, commit = self._clock(), self._reservations.commit
         for sequence in sequences:
-            self._reservations.commit(sequence, now)
+            commit(sequence, now)
 
     def cancel(self, reservation: Reservation) -> None:
         """Give a reservation's blocks back. Raises InvalidArgument if it is not open."""

@@ -52,24 +52,28 @@ class Reservations:
             require(0 <= layer < self._num_layers, "layer", f"must be in [0, {self._num_layers})", layer)
             start = sequence.layer_length(layer)
         if num_tokens < 1:
-            raise InvalidArgument(f"must be at least 1, got {num_tokens}", field="num_tokens", limit=1)
+            raise InvalidArgument(
+                f"must be at least 1, got {num_tokens}", field="num_tokens", value=num_tokens, limit=1
+            )
         end = start + num_tokens
         if end > self._sequence_limit:
             raise SequenceTooLong("the sequence would be too long", num_tokens=end, limit=self._sequence_limit)
         new_token_ids = None if token_ids is None else _new_token_ids(sequence, start, num_tokens, token_ids)
         size, num_blocks = self._block_size, len(sequence.table)
         num_fresh = (end + size - 1) // size - num_blocks
-        needs_copy = start % size > 0 and self._needs_copy(sequence.table[start // size], unshared)
+        needs_copy = False
+        if start % size:
+            block = sequence.table[start // size]
+            needs_copy = not self._pool.is_writable(block) and self._is_copied(block, unshared)
         return sequence, layer, start, num_tokens, new_token_ids, num_fresh if num_fresh > 0 else 0, needs_copy
 
-    def _needs_copy(self, block: int, unshared: dict[int, int]) -> bool:
-        if self._pool.is_writable(block):
-            return False
-        if block not in self._pool.published:
-            ref_count = unshared.get(block, self._pool.ref_count(block))
-            unshared[block] = ref_count - 1
-            return ref_count > 1
-        return True
+    def _is_copied(self, block: int, unshared: dict[int, int]) -> bool:
+        """Whether the next writer of a shared or published block needs a copy, after those planned so far."""
+        if block in self._pool.published:
+            return True
+        ref_count = unshared.get(block, self._pool.ref_count(block))
+        unshared[block] = ref_count - 1
+        return ref_count > 1
 
     def apply(self, plan: Plan, fresh: list[int], now: float) -> Reservation:
         """Make the planned reservation, popping its blocks off the end of `fresh`."""
