@@ -14,6 +14,7 @@ from pagedkv.model.rope import RopeConfig
 
 SUPPORTED_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 _LARGEST = 1 << 31
+_MAX_LAYERS = 1 << 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,8 @@ class ModelConfig:
             raise InvalidModelFile(f"{self.num_heads} heads cannot share {self.num_kv_heads} KV heads evenly")
         if self.rope.rotary_dim % 2 or not 2 < self.rope.rotary_dim <= self.head_dim:
             raise InvalidModelFile(f"rotary dimension {self.rope.rotary_dim} does not fit head_dim {self.head_dim}")
+        if self.rope.base <= 1:
+            raise InvalidModelFile(f"rope base {self.rope.base} must be above 1")
         if len(self.windows) != self.num_layers:
             raise InvalidModelFile(f"{len(self.windows)} windows for {self.num_layers} layers")
 
@@ -79,15 +82,28 @@ class Fields:
         """Return the value, None if it is missing or null."""
         return self._values.get(self._prefix + name)
 
-    def count(self, name: str, default: int | None = None) -> int:
-        """Return a whole number of at least 1; a list of equal numbers counts as one number."""
+    def count(self, name: str, default: int | None = None, limit: int = _LARGEST) -> int:
+        """Return a whole number in [1, limit]; a list of equal numbers counts as one number."""
         value = self.get(name)
         if isinstance(value, list) and value and all(item == value[0] for item in value):
             value = value[0]
         if value is None and default is not None:
             return default
-        if type(value) is not int or not 1 <= value < _LARGEST:
-            raise self.fail(name, "must be a positive whole number")
+        if type(value) is not int or not 1 <= value <= limit:
+            raise self.fail(name, f"must be a whole number from 1 to {limit}")
+        return value
+
+    def layer_count(self, name: str) -> int:
+        """Return a number of layers."""
+        return self.count(name, limit=_MAX_LAYERS)
+
+    def choice(self, name: str, default: str) -> str:
+        """Return a word; what it means is the caller's to check."""
+        value = self.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, str):
+            raise self.fail(name, "must be a string")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:

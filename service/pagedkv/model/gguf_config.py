@@ -32,7 +32,7 @@ def read_gguf_config(file: GgufFile) -> ModelConfig:
     head_dim = fields.count("attention.key_length", max(1, hidden_size // num_heads))
     if fields.count("attention.value_length", head_dim) != head_dim:
         raise refuse_option(path, "value_length", fields.get("attention.value_length"), f"key_length ({head_dim})")
-    num_layers, context_length = fields.count("block_count"), fields.count("context_length")
+    num_layers, context_length = fields.layer_count("block_count"), fields.count("context_length")
     window = fields.get("attention.sliding_window") or None
     tokens = Fields(path, file.metadata, "tokenizer.ggml.")
     bos_token_id = min(tokens.token_ids("bos_token_id"), default=None)
@@ -50,7 +50,7 @@ def read_gguf_config(file: GgufFile) -> ModelConfig:
         rms_epsilon=fields.number("attention.layer_norm_rms_epsilon"),
         tied_embeddings="output.weight" not in file.tensors,
         windows=(None if window is None else fields.count("attention.sliding_window"),) * num_layers,
-        eos_token_ids=_end_token_ids(file, tokens),
+        eos_token_ids=_end_token_ids(tokens),
         bos_token_id=bos_token_id,
         add_bos=_adds_bos(tokens, bos_token_id),
     )
@@ -63,7 +63,7 @@ def _vocab_size(file: GgufFile) -> int:
 
 
 def _read_rope(file: GgufFile, fields: Fields, head_dim: int, context_length: int) -> RopeConfig:
-    kind = fields.get("rope.scaling.type") or "none"
+    kind = fields.choice("rope.scaling.type", "none")
     if kind not in _ROPE_KINDS:
         raise refuse_option(file.path, "rope.scaling.type", kind, ", ".join(_ROPE_KINDS))
     rope = RopeConfig(
@@ -97,9 +97,11 @@ def _read_divisors(file: GgufFile) -> tuple[float, ...] | None:
     return tuple(float(value) for value in values)
 
 
-def _end_token_ids(file: GgufFile, tokens: Fields) -> frozenset[int]:
+def _end_token_ids(tokens: Fields) -> frozenset[int]:
     ids = frozenset[int]().union(*(tokens.token_ids(key) for key in _END_KEYS))
-    names, types = file.metadata.get("tokenizer.ggml.tokens", []), file.metadata.get("tokenizer.ggml.token_type", [])
+    names, types = tokens.get("tokens"), tokens.get("token_type")
+    if not isinstance(names, list) or not isinstance(types, list):
+        return ids
     named = {
         index
         for index, (name, kind) in enumerate(zip(names, types, strict=False))

@@ -36,7 +36,7 @@ def read_hf_config(directory: Path) -> ModelConfig:
     _refuse_options(fields)
     num_heads, hidden_size = fields.count("num_attention_heads"), fields.count("hidden_size")
     head_dim = fields.count("head_dim", max(1, hidden_size // num_heads))
-    num_layers = fields.count("num_hidden_layers")
+    num_layers = fields.layer_count("num_hidden_layers")
     rope = _read_rope(fields, head_dim)
     bos_token_id, end_token_ids = read_special_ids(directory, fields)
     return ModelConfig(
@@ -91,8 +91,9 @@ def _resolve(directory: Path, tokenizer_config: dict[str, Any], name: str) -> in
         for token_id, entry in declared.items():
             if isinstance(entry, dict) and entry.get("content") == text and token_id.isdigit():
                 return int(token_id)
-    for entry in read_json_file(directory / "tokenizer.json").get("added_tokens", []):
-        if entry.get("content") == text:
+    added = read_json_file(directory / "tokenizer.json").get("added_tokens")
+    for entry in added if isinstance(added, list) else []:
+        if isinstance(entry, dict) and entry.get("content") == text and isinstance(entry.get("id"), int):
             return int(entry["id"])
     return None
 
@@ -100,7 +101,7 @@ def _resolve(directory: Path, tokenizer_config: dict[str, Any], name: str) -> in
 def _find_architecture(fields: Fields) -> str:
     names = fields.get("architectures")
     name = names[0] if isinstance(names, list) and names else fields.get("model_type")
-    if name in _ARCHITECTURES:
+    if isinstance(name, str) and name in _ARCHITECTURES:
         return _ARCHITECTURES[name]
     if not names and name in _ARCHITECTURES.values():
         return str(name)
@@ -122,7 +123,7 @@ def _read_rope(fields: Fields, head_dim: int) -> RopeConfig:
     if not isinstance(block, dict):
         raise fields.fail("rope_scaling", "must be an object")
     scaling = Fields(fields.path, block)
-    kind = block.get("rope_type", block.get("type", "default"))
+    kind = scaling.choice("rope_type", scaling.choice("type", "default"))
     if kind not in ROPE_KINDS:
         raise refuse_option(fields.path, "rope scaling", kind, ", ".join(ROPE_KINDS))
     length = fields.count("max_position_embeddings", 2048)
