@@ -81,6 +81,10 @@ class BlockPool:
         self.stats = stats
         self._observer = observer
 
+    def watch(self, observer: CacheObserver) -> None:
+        """Tell `observer` of cached blocks from now on, in place of any other."""
+        self._observer = observer
+
     @property
     def num_available(self) -> int:
         """Blocks that `take` can give."""
