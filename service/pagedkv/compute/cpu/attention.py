@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from pagedkv.compute.backend import AttentionBatch, AttentionParams, AttentionResult
 from pagedkv.compute.cpu import attention_args as at
-from pagedkv.compute.cpu import attention_kernel, attention_steps, attention_tiles, simd, threads
+from pagedkv.compute.cpu import attention_kernel, attention_softmax, attention_steps, attention_tiles, simd, threads
 from pagedkv.compute.cpu.attention_plan import AttentionPlan, PlanLimits, make_plan
 from pagedkv.compute.cpu.compile_cache import Kernel, compile_kernel
 from pagedkv.compute.cpu.features import Isa
@@ -37,7 +37,8 @@ _CHUNK_TOKENS: Final = 64
 _NO_WINDOW: Final = 1 << 40
 _LOG2_E: Final = math.log2(math.e)
 _SOURCES: Final = tuple(
-    str(module.__file__) for module in (at, attention_kernel, attention_steps, attention_tiles, threads)
+    str(module.__file__)
+    for module in (at, attention_kernel, attention_softmax, attention_steps, attention_tiles, threads)
 )
 
 
@@ -113,7 +114,7 @@ class Attention:
             at.NUM_KV_HEADS: shape.num_kv_heads,
             at.GROUP_SIZE: shape.group_size,
             at.HEAD_DIM: shape.head_dim,
-            at.BLOCK_SIZE: layout.block_size,
+            at.BLOCK_SHIFT: layout.block_size.bit_length() - 1,
             at.BLOCK_BYTES: layout.block_bytes,
             at.VALUE_BYTES: layout.value_stride * item,
             at.HEAD_BYTES: layout.head_stride * item,

@@ -16,6 +16,7 @@ from typing import Any, Final
 import numpy as np
 
 from pagedkv.compute.cpu import attention_args as at
+from pagedkv.compute.cpu.attention_softmax import STATE_ARRAYS, make_softmax_rows
 from pagedkv.compute.cpu.attention_steps import (
     Step,
     compiled,
@@ -27,7 +28,6 @@ from pagedkv.compute.cpu.attention_steps import (
     make_outer_rows,
     make_pack_chunk,
     make_score_decode,
-    make_softmax_row,
 )
 from pagedkv.compute.cpu.attention_tiles import MODE_CLEAR, MODE_PREFETCH
 from pagedkv.compute.cpu.simd import (
@@ -37,7 +37,6 @@ from pagedkv.compute.cpu.simd import (
     fma,
     load,
     load_f32,
-    load_f64,
     load_i64,
     mul,
     splat,
@@ -60,7 +59,7 @@ _ZERO: Final = np.float32(0.0)
 
 def scratch_bytes(max_rows: int, head_dim: int, chunk_tokens: int) -> int:
     """Return the bytes of scratch a thread needs, in the order in which `attend_items` carves it."""
-    rows = 2 * max_rows * head_dim + max_rows * (chunk_tokens + 3)
+    rows = 2 * max_rows * head_dim + max_rows * (chunk_tokens + STATE_ARRAYS)
     chunk = head_dim * (chunk_tokens + KEY_PADDING) + chunk_tokens * head_dim + 2 * (chunk_tokens + KEY_PADDING)
     return -(-(2 * _TABLES_BYTES + _TABLE_BYTES + 4 * (rows + chunk)) // 4096) * 4096
 
@@ -80,7 +79,7 @@ def make_attention_kernel(width: int, kind: int) -> Callable[[int, int], None]:
         here, ahead = scratch, scratch + _TABLES_BYTES
         queries = scratch + 2 * _TABLES_BYTES + _TABLE_BYTES
         state = queries + 4 * max_rows * head_dim
-        sums = state + 12 * max_rows  # peak, total and alpha of each row, then its accumulated output
+        sums = state + 4 * STATE_ARRAYS * max_rows
         load_queries(args, item, kv_head, queries)
         for row in range(rows):
             store_f32(state + 4 * row, _NO_SCORE)
@@ -115,7 +114,7 @@ def make_attention_kernel(width: int, kind: int) -> Callable[[int, int], None]:
 def _make_attend_chunk(width: int, kind: int) -> Step:
     """Return the step that lets an item's rows see one chunk of tokens."""
     is_quantized, is_float32 = kind in (KIND_I8, KIND_E4M3), kind == KIND_F32
-    score_decode, softmax_row = make_score_decode(width, kind), make_softmax_row(width, is_quantized)
+    score_decode, softmax_rows = make_score_decode(width, kind), make_softmax_rows(width, is_quantized)
     pack_chunk, copy_scales = make_pack_chunk(width, kind), make_copy_scales(kind)
     score_packed = make_outer_rows(width, 4, KIND_F32, MODE_CLEAR, False)
     accumulate = make_accumulate(width, kind, MODE_PREFETCH, True)
@@ -126,12 +125,11 @@ def _make_attend_chunk(width: int, kind: int) -> Step:
         args: int, item: int, kv_head: int, token: int, count: int, rows: int, scratch: int, here: int, ahead: int
     ) -> None:
         head_dim, max_rows = load_i64(args + at.HEAD_DIM), load_i64(args + at.MAX_ROWS)
-        block, chunk = load_i64(args + at.BLOCK_SIZE), load_i64(args + at.CHUNK_TOKENS)
+        shift, chunk = load_i64(args + at.BLOCK_SHIFT), load_i64(args + at.CHUNK_TOKENS)
         single = scratch + 2 * _TABLES_BYTES
         queries = single + _TABLE_BYTES
-        peaks = queries + 4 * max_rows * head_dim
-        totals, alphas = peaks + 4 * max_rows, peaks + 8 * max_rows
-        sums = peaks + 12 * max_rows
+        state = queries + 4 * max_rows * head_dim
+        alphas, sums = state + 8 * max_rows, state + 4 * STATE_ARRAYS * max_rows
         scores, stride = sums + 4 * max_rows * head_dim, 4 * chunk
         keys, key_stride = scores + max_rows * stride, 4 * (chunk + KEY_PADDING)
         values = keys + head_dim * key_stride
@@ -139,7 +137,7 @@ def _make_attend_chunk(width: int, kind: int) -> Step:
         value_scales = key_scales + key_stride
         is_packed = rows >= PACK_ROWS
         if is_packed:
-            pack_chunk(here, ahead, _TABLE_BYTES, block, count, head_dim, keys, key_stride, values)
+            pack_chunk(here, ahead, _TABLE_BYTES, shift, count, head_dim, keys, key_stride, values)
             store_i64(single, keys)
             for column in range(0, count, 4 * width):
                 score_packed(
@@ -147,26 +145,17 @@ def _make_attend_chunk(width: int, kind: int) -> Step:
                     scores + 4 * column, stride, alphas, single, rows,
                 )  # fmt: skip
         else:
-            score_decode(queries, rows, head_dim, scores, stride, block, count, here, ahead)
+            score_decode(queries, rows, head_dim, scores, stride, shift, count, here, ahead)
         if is_quantized:
-            value_offset = 4 * block * load_i64(args + at.NUM_KV_HEADS)
-            copy_scales(here + 2 * _TABLE_BYTES, block, value_offset, count, key_scales, value_scales)
-        group, window = load_i64(args + at.GROUP_SIZE), load_i64(args + at.WINDOW)
-        slopes, soft_cap = load_i64(args + at.SLOPES), load_f64(args + at.SOFT_CAP)
-        for row in range(rows):
-            position = load_i64(item + at.ITEM_POSITION) + row // group
-            slope = _ZERO if slopes == 0 else load_f32(slopes + 4 * (kv_head * group + row % group))
-            first, stop = max(0, position - window + 1 - token), min(count, position + 1 - token)
-            softmax_row(
-                scores + row * stride, count, first, stop, token - position, soft_cap, slope,
-                key_scales, value_scales, peaks + 4 * row, totals + 4 * row, alphas + 4 * row,
-            )  # fmt: skip
+            value_offset = (4 << shift) * load_i64(args + at.NUM_KV_HEADS)
+            copy_scales(here + 2 * _TABLE_BYTES, shift, value_offset, count, key_scales, value_scales)
+        softmax_rows(args, item, kv_head, rows, token, count, scores, stride, state, key_scales, value_scales)
         if not is_packed:
             after = ahead + _TABLE_BYTES
-            accumulate(here + _TABLE_BYTES, block, count, head_dim, scores, stride, sums, alphas, after, rows)
+            accumulate(here + _TABLE_BYTES, 1 << shift, count, head_dim, scores, stride, sums, alphas, after, rows)
         elif is_float32:
             table = here + _TABLE_BYTES
-            accumulate_packed(table, block, count, head_dim, scores, stride, sums, alphas, table, rows)
+            accumulate_packed(table, 1 << shift, count, head_dim, scores, stride, sums, alphas, table, rows)
         else:
             store_i64(single, values)
             accumulate_packed(single, count, count, head_dim, scores, stride, sums, alphas, single, rows)

@@ -24,13 +24,8 @@ from pagedkv.compute.cpu.simd import (
     KIND_E4M3,
     KIND_F16,
     KIND_F32,
-    add,
     exp2,
-    fma,
     hmax,
-    hsum,
-    keep_lanes,
-    lane_numbers,
     load,
     load_as,
     load_f32,
@@ -43,8 +38,6 @@ from pagedkv.compute.cpu.simd import (
     store,
     store_f32,
     store_i64,
-    tanh,
-    vmax,
 )
 
 _NO_SCORE: Final = np.float32(-np.inf)
@@ -72,16 +65,16 @@ def make_fill_tables() -> Step:
     @compiled
     def fill_tables(args: int, index: int, first_token: int, tables: int, table_bytes: int) -> None:
         """Behind the item's last block that block is repeated, so that a table is always full."""
-        num_kv_heads, block_size = load_i64(args + at.NUM_KV_HEADS), load_i64(args + at.BLOCK_SIZE)
+        num_kv_heads, shift = load_i64(args + at.NUM_KV_HEADS), load_i64(args + at.BLOCK_SHIFT)
         item = load_i64(args + at.ITEMS) + (index // num_kv_heads) * (8 * at.ITEM_WORDS)
         kv_head = index % num_kv_heads
-        first = first_token // block_size
-        last = (load_i64(item + at.ITEM_STOP_TOKEN) - 1) // block_size
-        for entry in range(load_i64(args + at.CHUNK_TOKENS) // block_size):
+        first = first_token >> shift
+        last = (load_i64(item + at.ITEM_STOP_TOKEN) - 1) >> shift
+        for entry in range(load_i64(args + at.CHUNK_TOKENS) >> shift):
             block_id = load_i32(load_i64(item + at.ITEM_TABLE) + 4 * min(first + entry, last))
             block = load_i64(args + at.POOL) + block_id * load_i64(args + at.BLOCK_BYTES)
             tile = block + kv_head * load_i64(args + at.HEAD_BYTES)
-            scales = block + load_i64(args + at.SCALE_BYTES) + 4 * kv_head * block_size
+            scales = block + load_i64(args + at.SCALE_BYTES) + (4 * kv_head << shift)
             store_i64(tables + 8 * entry, tile)
             store_i64(tables + table_bytes + 8 * entry, tile + load_i64(args + at.VALUE_BYTES))
             store_i64(tables + 2 * table_bytes + 8 * entry, scales)
@@ -121,11 +114,11 @@ def make_score_decode(width: int, kind: int) -> Step:
 
     @compiled
     def score_decode(
-        queries: int, rows: int, head_dim: int, scores: int, stride: int, block: int, count: int, table: int, ahead: int
+        queries: int, rows: int, head_dim: int, scores: int, stride: int, shift: int, count: int, table: int, ahead: int
     ) -> None:
-        row_bytes = head_dim * item
+        row_bytes, mask = head_dim * item, (1 << shift) - 1
         for token in range(0, count, TILE_TOKENS):
-            entry, offset = 8 * (token // block), (token % block) * row_bytes
+            entry, offset = 8 * (token >> shift), (token & mask) * row_bytes
             k, last = load_i64(table + entry) + offset, min(count - token, TILE_TOKENS) - 1
             after = load_i64(ahead + entry) + offset
             for row in range(0, rows, full):
@@ -250,16 +243,16 @@ def make_pack_chunk(width: int, kind: int) -> Step:
         tables: int,
         ahead: int,
         table_bytes: int,
-        block: int,
+        shift: int,
         count: int,
         head_dim: int,
         keys: int,
         stride: int,
         values: int,
     ) -> None:
-        step, row_bytes = min(width, block), head_dim * item
+        step, row_bytes, mask = min(width, 1 << shift), head_dim * item, (1 << shift) - 1
         for token in range(0, count, step):  # in order: a tile of more tokens than a block overwrites what is ahead
-            entry, offset = 8 * (token // block), (token % block) * row_bytes
+            entry, offset = 8 * (token >> shift), (token & mask) * row_bytes
             k, v = load_i64(tables + entry) + offset, load_i64(tables + table_bytes + entry) + offset
             after_k, after_v = load_i64(ahead + entry) + offset, load_i64(ahead + table_bytes + entry) + offset
             for line in range(0, step * row_bytes, _CACHE_LINE):
@@ -281,52 +274,10 @@ def make_copy_scales(kind: int) -> Step:
     factor = np.float32(256.0 if kind == KIND_E4M3 else 1.0)
 
     @compiled
-    def copy_scales(table: int, block: int, value_offset: int, count: int, key_scales: int, value_scales: int) -> None:
+    def copy_scales(table: int, shift: int, value_offset: int, count: int, key_scales: int, value_scales: int) -> None:
         for token in range(count):
-            scale = load_i64(table + 8 * (token // block)) + 4 * (token % block)
+            scale = load_i64(table + 8 * (token >> shift)) + 4 * (token & ((1 << shift) - 1))
             store_f32(key_scales + 4 * token, load_f32(scale) * factor)
             store_f32(value_scales + 4 * token, load_f32(scale + value_offset) * factor)
 
     return copy_scales
-
-
-def make_softmax_row(width: int, is_quantized: bool) -> Step:
-    """Return the step that turns one row's products into probabilities relative to the row's running maximum."""
-    exp2_of = make_exp2_of(width)
-
-    @compiled
-    def softmax_row(
-        scores: int, count: int, first: int, stop: int, distance: int, soft_cap: float, slope: float,
-        key_scales: int, value_scales: int, peak_at: int, total_at: int, alpha_at: int,
-    ) -> None:  # fmt: skip
-        """Tokens outside [first, stop) are not seen; `distance` is the first token's position minus the query's."""
-        largest = splat(_NO_SCORE, width)
-        for token in range(0, count, width):
-            s = load(scores + 4 * token, width)
-            if is_quantized:
-                s = mul(s, load(key_scales + 4 * token, width))
-            if soft_cap != 0.0:
-                s = mul(tanh(s), splat(np.float32(soft_cap), width))
-            if slope != 0.0:
-                offset = add(lane_numbers(width), splat(np.float32(distance + token), width))
-                s = fma(splat(np.float32(slope), width), offset, s)
-            if first > token or stop < token + width:
-                s = keep_lanes(s, first - token, stop - token, _NO_SCORE)
-            store(scores + 4 * token, s)
-            largest = vmax(largest, s)
-        old = load_f32(peak_at)
-        peak = max(old, hmax(largest))
-        base = splat(peak if peak > _NO_SCORE else _ZERO, width)
-        total = splat(_ZERO, width)
-        for token in range(0, count, width):
-            p = exp2(add(load(scores + 4 * token, width), mul(base, splat(np.float32(-1.0), width))))
-            total = add(total, p)
-            if is_quantized:
-                p = mul(p, load(value_scales + 4 * token, width))
-            store(scores + 4 * token, p)
-        alpha = np.float32(1.0) if old == peak else exp2_of(old - peak)
-        store_f32(peak_at, peak)
-        store_f32(alpha_at, alpha)
-        store_f32(total_at, load_f32(total_at) * alpha + hsum(total))
-
-    return softmax_row
