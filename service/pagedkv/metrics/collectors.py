@@ -1,0 +1,179 @@
+"""What is, when asked: figures read from the live cache and engine at the moment of a scrape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Final, Protocol
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from pagedkv.cache import Accounting, CacheManager, CacheStats, Usage
+from pagedkv.compute.layout import KvLayout
+from pagedkv.metrics.recorder import Recorder
+from pagedkv.metrics.registry import BACKEND, DTYPE, METRICS, STATE, MetricType
+
+Values = Mapping[tuple[str, ...], float]
+
+_STAT_COUNTERS: Final = {
+    f"pagedkv_{name}_total": name
+    for name in [
+        "allocated_blocks",
+        "released_blocks",
+        "quarantined_blocks",
+        "refused_releases",
+        "published_blocks",
+        "evicted_blocks",
+        "copied_blocks",
+        "deduplicated_blocks",
+        "hash_collisions",
+    ]
+}
+
+
+class EngineView(Protocol):
+    """What is read of an engine."""
+
+    @property
+    def stats(self) -> EngineCounts:
+        """Counts of requests now."""
+
+    @property
+    def is_healthy(self) -> bool:
+        """False once the device has failed."""
+
+
+class EngineCounts(Protocol):
+    """Requests in the engine now."""
+
+    @property
+    def num_running(self) -> int:
+        """In the batch."""
+
+    @property
+    def num_waiting(self) -> int:
+        """In the queue."""
+
+
+class LiveCollector(Collector):
+    """Reads one cache, and one engine if there is one. `collect` runs on the loop, so all figures are of one moment."""
+
+    def __init__(self, cache: CacheManager, layout: KvLayout, backend_name: str, recorder: Recorder) -> None:
+        self.engine: EngineView | None = None
+        self._cache = cache
+        self._layout = layout
+        self._info = (BACKEND.bounded(backend_name), DTYPE.bounded(str(layout.shape.dtype)))
+        self._recorder = recorder
+        self._highest: dict[tuple[str, ...], float] = {}
+
+    def describe(self) -> Iterable[Metric]:
+        """Name nothing: the names are declared in the registry and may not be sampled to learn them."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every live metric."""
+        usage, accounting = self._cache.usage(), self._cache.accounting()
+        gauges = {
+            **_pool_gauges(usage, self._layout, self._info),
+            **_accounting_gauges(accounting, usage, self._layout),
+            **self._engine_gauges(),
+        }
+        for name, values in gauges.items():
+            yield _family(name, values)
+        for name, values in _counters(self._cache.stats).items():
+            yield _family(name, {labels: self._monotone(name, labels, value) for labels, value in values.items()})
+
+    def _engine_gauges(self) -> dict[str, Values]:
+        stats = None if self.engine is None else self.engine.stats
+        return {
+            "pagedkv_num_requests_running": {(): 0 if stats is None else stats.num_running},
+            "pagedkv_num_requests_waiting": {(): 0 if stats is None else stats.num_waiting},
+            "pagedkv_device_healthy": {(): float(self.engine is None or self.engine.is_healthy)},
+        }
+
+    def _monotone(self, name: str, labels: tuple[str, ...], value: float) -> float:
+        """Return the value, or the highest shown before: a counter that fell would look like a restart."""
+        key = (name, *labels)
+        highest = self._highest.get(key, 0.0)
+        if value < highest:
+            self._recorder.note_fault(name)
+        self._highest[key] = value = max(value, highest)
+        return value
+
+
+def _family(name: str, values: Values) -> Metric:
+    declared = METRICS[name]
+    kind = CounterMetricFamily if declared.type is MetricType.COUNTER else GaugeMetricFamily
+    family = kind(name, declared.help, labels=declared.label_names)
+    for labels, value in values.items():
+        family.add_metric(labels, value)
+    return family
+
+
+def _pool_gauges(usage: Usage, layout: KvLayout, info: tuple[str, str]) -> dict[str, Values]:
+    states: dict[tuple[str, ...], float] = {(state,): getattr(usage, state) for state in STATE.values}
+    return {
+        "pagedkv_cache_info": {info: 1.0},
+        "pagedkv_pool_blocks": {(): usage.total},
+        "pagedkv_pool_bytes": {(): usage.total * layout.block_bytes},
+        "pagedkv_block_size_tokens": {(): layout.block_size},
+        "pagedkv_blocks": states,
+        "pagedkv_state_bytes": {labels: count * layout.block_bytes for labels, count in states.items()},
+        "pagedkv_kv_cache_usage_ratio": {(): (usage.private + usage.shared) / usage.total},
+    }
+
+
+def memory_by_use(accounting: Accounting, usage: Usage, layout: KvLayout) -> dict[str, int]:
+    """Return the pool's bytes by what they are used for; they sum to the pool."""
+    slot_bytes = layout.token_bytes
+    return {
+        "tokens": accounting.num_tokens * slot_bytes,
+        "tail": accounting.tail_slots * slot_bytes,
+        "reserved": accounting.reserved_slots * slot_bytes,
+        "cached": accounting.cached_slots * slot_bytes,
+        "held_back": (usage.pinned + usage.in_flight) * layout.block_bytes,
+        "free": usage.free * layout.block_bytes,
+    }
+
+
+def _accounting_gauges(accounting: Accounting, usage: Usage, layout: KvLayout) -> dict[str, Values]:
+    slot_bytes = layout.token_bytes
+    saved_blocks = accounting.logical_blocks - accounting.held_blocks
+    runs = accounting.free_runs
+    return {
+        "pagedkv_memory_bytes": {(use,): size for use, size in memory_by_use(accounting, usage, layout).items()},
+        "pagedkv_token_occupancy_ratio": {(): accounting.token_occupancy},
+        "pagedkv_internal_fragmentation_ratio": {(): accounting.internal_fragmentation},
+        "pagedkv_external_fragmentation_ratio": {(): accounting.external_fragmentation},
+        "pagedkv_largest_free_run_blocks": {(): runs.largest},
+        "pagedkv_free_runs": {
+            (str(1 << k),): runs.histogram[k] if k < len(runs.histogram) else 0 for k in range(usage.total.bit_length())
+        },
+        "pagedkv_contiguous_bytes": {
+            ("max",): accounting.contiguous_max * slot_bytes,
+            ("pow2",): accounting.contiguous_pow2 * slot_bytes,
+            ("oracle",): accounting.contiguous_oracle * slot_bytes,
+        },
+        "pagedkv_sequences": {(): accounting.num_sequences},
+        "pagedkv_tokens": {("physical",): accounting.num_tokens, ("logical",): accounting.logical_tokens},
+        "pagedkv_held_blocks": {(): accounting.held_blocks},
+        "pagedkv_logical_blocks": {(): accounting.logical_blocks},
+        "pagedkv_sharing_factor": {(): accounting.sharing_ratio},
+        "pagedkv_memory_saved_ratio": {(): accounting.memory_saved},
+        "pagedkv_memory_saved_bytes": {(): saved_blocks * layout.block_bytes},
+    }
+
+
+def _counters(stats: CacheStats) -> dict[str, Values]:
+    return {
+        "pagedkv_prefix_cache_queries_total": {
+            ("prompt",): stats.queried_tokens,
+            ("recompute",): stats.recompute_queried_tokens,
+        },
+        "pagedkv_prefix_cache_hits_total": {
+            ("prompt",): stats.hit_tokens,
+            ("recompute",): stats.recompute_hit_tokens,
+        },
+        "pagedkv_allocation_failures_total": {("out_of_blocks",): stats.failed_allocations, ("quota",): 0},
+        **{name: {(): getattr(stats, field)} for name, field in _STAT_COUNTERS.items()},
+    }

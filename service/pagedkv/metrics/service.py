@@ -1,0 +1,52 @@
+"""Everything observed of one service, behind one object that the command line wires up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from pagedkv.cache import CacheManager
+from pagedkv.compute.layout import KvLayout
+from pagedkv.engine import EngineObserver
+from pagedkv.metrics.collectors import EngineView, LiveCollector
+from pagedkv.metrics.frames import FrameSource
+from pagedkv.metrics.recorder import Recorder, time_kernels
+from pagedkv.metrics.tracing import ObserverGroup, make_tracer
+
+
+class ServiceMetrics:
+    """The metrics of one cache and, if there is one, its engine. Each service has its own registry and values."""
+
+    def __init__(self, cache: CacheManager, layout: KvLayout, *, backend_name: str) -> None:
+        self.registry = CollectorRegistry()
+        self.recorder = Recorder(self.registry)
+        self._collector = LiveCollector(cache, layout, backend_name, self.recorder)
+        self.registry.register(self._collector)
+        cache.pool.watch(self.recorder)
+        self.frames = FrameSource(
+            cache,
+            layout,
+            backend_name,
+            engine=lambda: self._collector.engine,
+            num_generated=lambda: self.recorder.num_generated_tokens,
+        )
+        self.is_ready: Callable[[], bool] = lambda: self._collector.engine is None or self._collector.engine.is_healthy
+        tracer = make_tracer()
+        self.engine_observer: EngineObserver = (
+            self.recorder if tracer is None else ObserverGroup((self.recorder, tracer))
+        )
+
+    @property
+    def rpc_observer(self) -> Recorder:
+        """Told of every finished call."""
+        return self.recorder
+
+    def watch_engine(self, engine: EngineView) -> None:
+        """Show the engine's running and waiting requests and its health from now on."""
+        self._collector.engine = engine
+
+    def watch_backend(self, backend: Any) -> None:
+        """Time the backend's kernels from now on; right for backends whose operations return when they are done."""
+        time_kernels(backend, self.recorder)
