@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 import numpy.typing as npt
 
+from pagedkv.compute.cpu.dense import CpuDenseOps
+from pagedkv.compute.cpu.dense import CpuDenseOps
 from pagedkv.compute.cpu.features import choose_isa
 from pagedkv.compute.cpu.kv_ops import CpuKvOps
 from pagedkv.compute.cpu.threads import WorkerPool
@@ -18,7 +20,7 @@ from pagedkv.config import require
 T = TypeVar("T")
 
 
-class CpuBackend(CpuKvOps):
+class CpuBackend(CpuKvOps, CpuDenseOps):
     """A page pool in host memory with its kernels and its ordered queue.
 
     `num_threads` None means the cores this process may use (affinity and control groups respected). `isa` forces
@@ -37,7 +39,9 @@ class CpuBackend(CpuKvOps):
     ) -> None:
         require(num_threads is None or num_threads >= 1, "num_threads", "must be at least 1", num_threads, 1)
         chosen = choose_isa(isa)
-        super().__init__(layout, chosen, WorkerPool(num_threads))
+        workers = WorkerPool(num_threads)
+        CpuKvOps.__init__(self, layout, chosen, workers)
+        CpuDenseOps.__init__(self, chosen, workers)
         self._on_compile = on_compile
         self._queue = DeviceQueue("pagedkv-cpu")
 
@@ -52,14 +56,15 @@ class CpuBackend(CpuKvOps):
         return self._workers.num_threads
 
     def warm_up(self) -> None:
-        """Compile, or load from disk, every kernel that this layout needs; `on_compile` hears of each."""
-        names = list(self.kernel_makers())
-        for done, name in enumerate(names):
-            if self._on_compile:
-                self._on_compile(done, len(names), name)
-            self._kernel(name)
-        if self._on_compile:
-            self._on_compile(len(names), len(names), "")
+        """Compile, or load from disk, every kernel that this layout and the weights loaded so far need."""
+        wanted = [(name, self._kernels, make) for name, make in self.kernel_makers().items()]
+        wanted += [(name, self._dense_kernels, make) for name, make in self.dense_kernel_makers().items()]
+        tell = self._on_compile or (lambda done, total, name: None)
+        for done, (name, kernels, make) in enumerate(wanted):
+            tell(done, len(wanted), name)
+            if name not in kernels:
+                kernels[name] = make()
+        tell(len(wanted), len(wanted), "")
 
     def submit(self, job: Callable[[], T]) -> Future[T]:
         """See `Backend.submit`."""
