@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+
 import numpy as np
 import pytest
 
@@ -16,6 +18,7 @@ from helpers.tiny_models import (
     tiny_weights,
 )
 from pagedkv.compute.backend import AttentionBatch
+from pagedkv.compute.cpu.backend import CpuBackend
 from pagedkv.compute.layout import KvLayout
 from pagedkv.model import StepInput, load_model, read_model_config
 from pagedkv.model.gguf_file import GgufFile
@@ -120,3 +123,24 @@ def test_quantised_weights_stay_near_the_source(tmp_path):
     exact = forward(load_on_numpy(make_tiny_model(tmp_path / "a")), PROMPT)
     rounded = forward(load_on_numpy(make_tiny_model(tmp_path / "b", dtype="Q8_0")), PROMPT)
     assert 0.999 < cosine(exact, rounded) < 1
+
+
+@pytest.mark.parametrize("dtype", ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0"])
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
+def test_cpu_backend_gives_the_reference_s_logits(tmp_path, arch, dtype):
+    path = make_tiny_model(tmp_path, arch=arch, dtype=dtype)
+    expected = forward(load_on_numpy(path), PROMPT, rows=range(len(PROMPT)))
+    backend = CpuBackend(KvLayout(read_model_config(path).kv_shape(), 16, 16), num_threads=1)
+    try:
+        logits = forward(load_model(path, backend), PROMPT, rows=range(len(PROMPT)))
+    finally:
+        backend.close()
+    np.testing.assert_allclose(logits, expected, atol=5e-5)
+
+
+def test_stored_weights_are_read_only_views_of_the_mapped_file(tmp_path):
+    file = GgufFile(make_tiny_model(tmp_path))
+    data = file.weight("blk.0.ffn_up.weight").data
+    assert not data.flags.owndata
+    assert not data.flags.writeable
+    assert isinstance(data.base.obj if isinstance(data.base, memoryview) else data.base, mmap.mmap)
