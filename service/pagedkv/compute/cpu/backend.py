@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 import numpy.typing as npt
 
 from pagedkv.compute.cpu.dense import CpuDenseOps
-from pagedkv.compute.cpu.dense import CpuDenseOps
 from pagedkv.compute.cpu.features import choose_isa
 from pagedkv.compute.cpu.kv_ops import CpuKvOps
 from pagedkv.compute.cpu.threads import WorkerPool

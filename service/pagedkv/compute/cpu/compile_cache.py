@@ -32,6 +32,7 @@ _SHARED_SOURCES = (simd.__file__, simd_emit.__file__, __file__)
 
 _log = logging.getLogger(__name__)
 _said: set[str] = set()
+_loaded: dict[str, Kernel] = {}  # machine code is never unloaded, so a process holds each kernel once
 
 features.hold_code_generation()
 
@@ -54,11 +55,15 @@ def compile_kernel(
     `config` holds every value that the function closes over (closures are not looked into); `sources` are the files,
     besides the function's own and the vector operations, whose text the code depends on.
     """
-    callback: Any = ccallback.CFunc(function, (_SIGNATURE.args, _SIGNATURE.return_type), {}, {"error_model": "numpy"})
     files = (*_SHARED_SOURCES, function.__code__.co_filename, *sources)
-    callback._cache = _DiskCache(name, repr((name, tuple(config), _digest_of_files(tuple(sorted(set(files)))))))
+    key = repr((name, tuple(config), _digest_of_files(tuple(sorted(set(files))))))
+    if key in _loaded:
+        return _loaded[key]
+    callback: Any = ccallback.CFunc(function, (_SIGNATURE.args, _SIGNATURE.return_type), {}, {"error_model": "numpy"})
+    callback._cache = _DiskCache(name, key)
     callback.compile()
-    return Kernel(name, callback.address, _C_TYPE(callback.address), callback)
+    _loaded[key] = Kernel(name, callback.address, _C_TYPE(callback.address), callback)
+    return _loaded[key]
 
 
 def cache_folder() -> Path:
