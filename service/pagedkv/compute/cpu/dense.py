@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -48,10 +49,11 @@ class CpuDenseOps:
         self._scratch = np.empty(0, np.float32)
         self._angles: tuple[object, object, float, Float32Array, Float32Array] | None = None
 
-    def dense_kernel_names(self) -> list[str]:
-        """Return the kernels that the weights loaded so far need."""
+    def dense_kernel_makers(self) -> dict[str, Callable[[], Kernel]]:
+        """Return a name and a maker for each kernel that the weights loaded so far need."""
         names = ["rms_norm", "silu_mul", "rope"] if self._kinds else []
-        return names + [f"{what}-{kind}" for kind in sorted(self._kinds) for what in ("linear", "embed")]
+        names += [f"{what}-{kind}" for kind in sorted(self._kinds) for what in ("linear", "embed")]
+        return {name: partial(self._dense_kernel, name) for name in names}
 
     # -- weights ------------------------------------------------------------------------------------------------
 
