@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
 def _start_service(options: argparse.Namespace) -> tuple[subprocess.Popen[str], str]:
     needed = max(options.concurrency) * (options.prompt_tokens + options.new_tokens + 16)
     command = [Path(sys.executable).parent / "pagedkv", "serve", "smollm2", "--port=0", "--metrics-port=-1"]
-    command += [f"--blocks={needed // 16 + 1}", f"--dtype={options.dtype}", "--backend=cpu"]
+    command += [f"--blocks={needed // 16 + 1}", f"--dtype={options.dtype}"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     for line in process.stderr:

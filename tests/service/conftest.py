@@ -11,5 +11,5 @@ from helpers.process import ServiceProcess
 
 @pytest.fixture(scope="session")
 def smollm2_service() -> Iterator[ServiceProcess]:
-    with ServiceProcess("serve", "smollm2", "--blocks", "512", "--backend", "cpu") as service:
+    with ServiceProcess("serve", "smollm2", "--blocks", "512") as service:
         yield service

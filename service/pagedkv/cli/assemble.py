@@ -12,11 +12,10 @@ from pagedkv.cli.options import ServeOptions, parse_memory
 from pagedkv.compute.backend import Backend
 from pagedkv.compute.cpu.backend import CpuBackend
 from pagedkv.compute.cpu.pool import available_memory
-from pagedkv.compute.cuda.select import open_cuda_backend
 from pagedkv.compute.layout import KvLayout
 from pagedkv.config import CacheConfig, EngineConfig, KvShape
 from pagedkv.engine import Engine
-from pagedkv.errors import DeviceError, InvalidArgument
+from pagedkv.errors import InvalidArgument
 from pagedkv.metrics.http import MetricsServer
 from pagedkv.metrics.service import ServiceMetrics
 from pagedkv.model import LoadedModel, ModelConfig, load_model, read_model_config
@@ -33,7 +32,6 @@ class Service:
     options: ServeOptions
     layout: KvLayout
     backend: Backend
-    backend_reason: str
     model: LoadedModel | None
     cache: CacheManager
     engine: Engine | None = None
@@ -101,12 +99,11 @@ def build_service(
     config = None if path is None else read_model_config(path)
     shape = options.shape if config is None else config.kv_shape(options.dtype)
     assert shape is not None
-    layout = _size_pool(options, shape, config)
-    backend, reason = _open_backend(options, layout, on_compile)
-    say(f"[bold]backend[/]  {backend.name} ({reason})")
+    layout = _size_pool(options, shape)
+    backend = CpuBackend(layout, num_threads=options.threads, on_compile=on_compile)
+    say(f"[bold]backend[/]  {backend.name}, {backend.isa}, {backend.num_threads} threads")
     model = None if path is None else load_model(path, backend)
-    if isinstance(backend, CpuBackend):
-        backend.warm_up()
+    backend.warm_up()
     say(_describe_pool(layout, options))
     cache = CacheManager(
         CacheConfig(
@@ -116,7 +113,7 @@ def build_service(
             max_sequence_tokens=_sequence_limit(options, config),
         )
     )
-    return Service(options, layout, backend, reason, model, cache)
+    return Service(options, layout, backend, model, cache)
 
 
 def _resolve_model(model: str, say: Callable[[str], None]) -> Path:
@@ -133,12 +130,12 @@ def _sequence_limit(options: ServeOptions, config: ModelConfig | None) -> int | 
     return min((limit for limit in limits if limit is not None), default=None)
 
 
-def _size_pool(options: ServeOptions, shape: KvShape, config: ModelConfig | None) -> KvLayout:
+def _size_pool(options: ServeOptions, shape: KvShape) -> KvLayout:
     """Return the layout of a pool of --blocks, or of as many blocks as fit --memory."""
     one_block = KvLayout(shape, 1, options.block_size)
     if options.blocks is not None:
         return KvLayout(shape, options.blocks, options.block_size)
-    pool_bytes = parse_memory(options.memory, available_memory())
+    pool_bytes = parse_memory(options.memory, available_memory() or 0)
     num_blocks = pool_bytes // one_block.block_bytes
     if num_blocks < 1:
         raise InvalidArgument(
@@ -148,17 +145,6 @@ def _size_pool(options: ServeOptions, shape: KvShape, config: ModelConfig | None
             limit=one_block.block_bytes,
         )
     return KvLayout(shape, num_blocks, options.block_size)
-
-
-def _open_backend(options: ServeOptions, layout: KvLayout, on_compile: OnProgress | None) -> tuple[Backend, str]:
-    if options.backend == "cpu":
-        return CpuBackend(layout, num_threads=options.threads, on_compile=on_compile), "as asked"
-    try:
-        return open_cuda_backend(layout), "a CUDA device is there"
-    except DeviceError as error:
-        if options.backend == "cuda":
-            raise
-        return CpuBackend(layout, num_threads=options.threads, on_compile=on_compile), f"no GPU: {error.message}"
 
 
 def _engine_config(options: ServeOptions) -> EngineConfig:

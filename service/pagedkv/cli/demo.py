@@ -14,7 +14,7 @@ from pagedkv.cli.progress import CompileProgress
 from pagedkv.client import AsyncClient
 
 _MAX_TOKENS = 64
-_FOLLOW_UP = "And which river flows through it?"
+_FOLLOW_UP = "And what is the capital of Italy?"
 
 
 @dataclass(slots=True)
@@ -55,7 +55,8 @@ async def _talk(service: Service, console: Console, question: str) -> None:
         f"[bold]{num_tokens / seconds:.0f} tokens/s[/], "
         f"first token after {first.first_token_seconds * 1e3:.0f} and {second.first_token_seconds * 1e3:.0f} ms, "
         f"{used} of {usage.total} blocks used, "
-        f"{second.num_cached_tokens} prefix tokens of the follow-up hit in the cache"
+        f"{second.num_cached_tokens} prefix tokens of the follow-up hit in the cache",
+        soft_wrap=True,
     )
 
 
