@@ -42,6 +42,7 @@ class SharedMemory:
         self.data = np.zeros(total, np.uint8)
         self.words = {w: self.data.view(f"u{w}") for w in (1, 2, 4, 8)}
         self.shadow = np.zeros(total, np.uint8)
+        self.shadow4 = self.shadow.view(np.uint32)
         self.writer = np.zeros(total >> 1, np.int64)
         self.reader = np.zeros(total >> 1, np.int64)
         self.cta_clock = np.ones(num_ctas, np.int64)
@@ -97,7 +98,7 @@ def access_global(
     offsets = np.empty(lanes.size, np.int64)
     flags = (launch.check_races and not _UNORDERED.intersection(instruction.mods), launch.count)
     code, index, bad, other = checks.check_global(
-        address, lanes, nbytes, kind, memory.limits, launch.tags, flags, memory.shadow, memory.writer, memory.reader,
+        address, lanes, nbytes, kind, memory.limits, launch.tags, flags, memory.shadow, memory.shadow4, memory.writer, memory.reader,
         launch.ordered, memory.owner, memory.seen, memory.totals, launch.stats[row], offsets,
     )  # fmt: skip
     if code:
@@ -119,7 +120,7 @@ def access_shared(
     offsets = np.empty(lanes.size, np.int64)
     code, index, bad, other = checks.check_shared(
         address, lanes, nbytes, kind, frame.padded, shared.stride, shared.size, (launch.check_races, launch.count),
-        shared.shadow, shared.writer, shared.reader, shared.cta_clock, shared.warp_clock, launch.stats[row], offsets,
+        shared.shadow, shared.shadow4, shared.writer, shared.reader, shared.cta_clock, shared.warp_clock, launch.stats[row], offsets,
     )  # fmt: skip
     if code:
         name, message = STATE_MESSAGES[code]

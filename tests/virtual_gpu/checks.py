@@ -20,6 +20,20 @@ _WARP_READERS, _CTA_READERS = 1 << 20, 1 << 21
 _FIELD, _WARP_SHIFT, _CTA_SHIFT = (1 << 22) - 1, 22, 44
 
 
+_ALL_INITIALISED = np.uint32(0x03030303)
+
+
+@njit(cache=True, nogil=True)
+def _is_initialised(shadow4: Any, offset: int, nbytes: int) -> bool:
+    """Whether an aligned access of 4 bytes or more touches only initialised bytes (the usual case, told fast)."""
+    if nbytes < 4:
+        return False
+    for w in range(offset >> 2, (offset + nbytes) >> 2):
+        if shadow4[w] != _ALL_INITIALISED:
+            return False
+    return True
+
+
 @njit(cache=True, nogil=True)
 def _state_error(shadow: Any, offset: int, nbytes: int, is_read: bool) -> int:
     """Return the first bad state plus one, or 0."""
@@ -66,6 +80,7 @@ def check_global(
     tags,
     flags,
     shadow,
+    shadow4,
     writer,
     reader,
     ordered,
@@ -87,32 +102,37 @@ def check_global(
     direction = 1 if is_write else 0
     sectors = np.empty(64, np.int64)
     num_sectors, warp = 0, -1
+    tag, tag_end = first_tag - 1, -1  # the CTA's mark, and the first lane of the next CTA
     for i in range(lanes.size):
-        a = address[i]
+        a, lane = address[i], lanes[i]
+        if lane >= tag_end:
+            cta = lane // padded
+            tag, tag_end = first_tag + cta, (cta + 1) * padded
         offset = np.int64(a - device_base)
         if offset < 0 or offset >= device_size:
             offset = np.int64(a - host_base)
             if offset < 0 or offset >= host_size:
                 return OUT_OF_BOUNDS, i, a, 0
             offset += device_size
-        if a % nbytes != 0:
+        if a & (nbytes - 1):
             return MISALIGNED, i, a, 0
-        bad = _state_error(shadow, offset, nbytes, not is_write and kind != READ_POISON)
-        if bad:
-            return bad - 1 if bad > 1 else OUT_OF_BOUNDS, i, a, 0
+        is_settled = _is_initialised(shadow4, offset, nbytes)
+        if not is_settled:
+            bad = _state_error(shadow, offset, nbytes, not is_write and kind != READ_POISON)
+            if bad:
+                return bad - 1 if bad > 1 else OUT_OF_BOUNDS, i, a, 0
         offsets[i] = offset
-        tag = first_tag + lanes[i] // padded
         if check_races and nbytes > 1:
             other = _global_race(offset, nbytes, kind, tag, base, many, writer, reader, ordered)
             if other:
                 return RACE, i, a, other - 1
-        if is_write:
+        if is_write and not is_settled:
             for b in range(nbytes):
                 shadow[offset + b] = INITIALISED
         if not count:
             continue
-        if lanes[i] >> 5 != warp:
-            warp, num_sectors = lanes[i] >> 5, 0
+        if lane >> 5 != warp:
+            warp, num_sectors = lane >> 5, 0
             stats[REQUESTS] += 1
         sector = offset >> 5
         known = False
@@ -171,22 +191,28 @@ def _reader_mark(mark: int, cta_clock: int, warp_clock: int, lane: int, whole_wa
     return make_mark(cta_clock, warp_clock, _WARP_READERS | (lane >> 5))
 
 
-@njit(cache=True, nogil=True)
-def _count_banks(bank_words, bank_fill, offset, nbytes):  # type: ignore[no-untyped-def]
-    """Add an access to the present wavefront group; return the deepest bank so far."""
-    deepest = 0
+@njit(cache=True, nogil=True, inline="always")
+def _count_banks(bank_words, bank_fill, used, deepest, offset, nbytes):  # type: ignore[no-untyped-def]
+    """Add an access to the present wavefront; return the mask of banks used and the deepest bank."""
     for w in range(offset >> 2, (offset + nbytes + 3) >> 2):
         bank = w & 31
+        if not (used >> bank) & 1:
+            used |= 1 << bank
+            bank_fill[bank] = 1
+            bank_words[0, bank] = w
+            deepest = max(deepest, 1)
+            continue
+        fill = bank_fill[bank]
         known = False
-        for k in range(bank_fill[bank]):
-            if bank_words[bank, k] == w:
+        for k in range(fill):
+            if bank_words[k, bank] == w:
                 known = True
                 break
         if not known:
-            bank_words[bank, bank_fill[bank]] = w
-            bank_fill[bank] += 1
-        deepest = max(deepest, bank_fill[bank])
-    return deepest
+            bank_words[fill, bank] = w
+            bank_fill[bank] = fill + 1
+            deepest = max(deepest, fill + 1)
+    return used, deepest
 
 
 @njit(cache=True, nogil=True)
@@ -200,6 +226,7 @@ def check_shared(
     size,
     flags,
     shadow,
+    shadow4,
     writer,
     reader,
     cta_clock,
@@ -210,25 +237,30 @@ def check_shared(
     """As check_global, for shared memory: `address` is the offset in the CTA, `offsets` that into the whole array."""
     check_races, count = flags
     is_write = kind in (WRITE, WRITE_LATER)
-    bank_words = np.empty((32, 32), np.int64)
+    bank_words = np.empty((32, 32), np.int64)  # [depth, bank]
     bank_fill = np.zeros(32, np.int64)
-    group_size = 32 if nbytes <= 4 else 128 // nbytes  # lanes served by one wavefront when nothing conflicts
-    group, deepest = -1, 0
+    group_shift = 5 if nbytes <= 4 else 4 if nbytes == 8 else 3  # lanes served by one wavefront without conflicts
+    group, deepest, used, last = -1, 0, 0, -1
     warp = -1
+    start, start_end, now, warp_now = 0, -1, 0, 0
     for i in range(lanes.size):
         a, lane = address[i], lanes[i]
         if a < 0 or a + nbytes > size:
             return OUT_OF_BOUNDS, i, a, 0
-        if a % nbytes != 0:
+        if a & (nbytes - 1):
             return MISALIGNED, i, a, 0
-        cta = lane // padded
-        offset = cta * stride + a
-        bad = _state_error(shadow, offset, nbytes, not is_write)
-        if bad:
-            return bad - 1, i, a, 0
+        if lane >= start_end:
+            cta = lane // padded
+            start, start_end, now = cta * stride, (cta + 1) * padded, cta_clock[cta]
+        offset = start + a
+        is_settled = _is_initialised(shadow4, offset, nbytes)
+        if not is_settled:
+            bad = _state_error(shadow, offset, nbytes, not is_write)
+            if bad:
+                return bad - 1, i, a, 0
         offsets[i] = offset
         if check_races and nbytes > 1:
-            now, warp_now = cta_clock[cta], warp_clock[lane >> 5]
+            warp_now = warp_clock[lane >> 5]
             for g in range(offset >> 1, (offset + nbytes) >> 1):
                 if _conflicts(writer[g], now, warp_now, lane):
                     return RACE, i, a, writer[g] & _FIELD
@@ -239,7 +271,7 @@ def check_shared(
                         writer[g] = make_mark(now, warp_now, lane)
                 else:
                     reader[g] = _reader_mark(reader[g], now, warp_now, lane, kind == READ_WARP)
-        if is_write:
+        if is_write and not (is_settled and kind == WRITE):
             for b in range(nbytes):
                 shadow[offset + b] = IN_FLIGHT if kind == WRITE_LATER else INITIALISED
         if not count:
@@ -247,12 +279,13 @@ def check_shared(
         if lane >> 5 != warp:
             warp = lane >> 5
             stats[REQUESTS] += 1
-        if lane // group_size != group:
+        if lane >> group_shift != group:
             stats[WAVEFRONTS] += deepest
             stats[IDEAL_WAVEFRONTS] += 1
-            group, deepest = lane // group_size, 0
-            bank_fill[:] = 0
-        deepest = max(deepest, _count_banks(bank_words, bank_fill, a, nbytes))
+            group, deepest, used, last = lane >> group_shift, 0, 0, -1
+        if a != last:
+            used, deepest = _count_banks(bank_words, bank_fill, used, deepest, a, nbytes)
+            last = a
     stats[WAVEFRONTS] += deepest
     stats[LANES] += lanes.size
     return OK, 0, 0, 0

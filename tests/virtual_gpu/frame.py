@@ -25,12 +25,14 @@ _SIGNED = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
 class Bound:
     """An instruction on a frame's arrays: `full()` for all lanes, `part(lanes)` for some.
 
-    `pure` ones may run on all lanes even where some have exited: nobody sees what they leave there.
+    `pure` ones may run on all lanes even where some have exited: nobody sees what they leave there. `masked(mask)`,
+    where there is one, computes all lanes and keeps the masked: cheaper than `part` where many lanes are active.
     """
 
     full: Callable[[], Any]
     part: Callable[[Lanes], Any]
     pure: bool
+    masked: Callable[[Array], Any] | None = None
 
 
 class Frame:
@@ -207,13 +209,16 @@ def _bind_single(function: Callable[..., Any], sources: list[Array], target: Arr
             target[...] = function(*sources)
 
     if len(target) == 1:
-        return Bound(full, lambda _: full(), True)
+        return Bound(full, lambda _: full(), True, lambda _: full())
     is_wide = [len(s) > 1 for s in sources]
 
     def part(lanes: Lanes) -> None:
         target[lanes] = function(*[s[lanes] if wide else s for s, wide in zip(sources, is_wide, strict=True)])
 
-    return Bound(full, part, True)
+    def masked(mask: Array) -> None:
+        np.copyto(target, function(*sources), where=mask if target.ndim == 1 else mask[:, None], casting="unsafe")
+
+    return Bound(full, part, True, masked)
 
 
 def _bind_several(function: Callable[..., Any], sources: list[Array], targets: list[Array | None]) -> Bound:
@@ -223,14 +228,19 @@ def _bind_several(function: Callable[..., Any], sources: list[Array], targets: l
                 target[...] = value
 
     if all(t is None or len(t) == 1 for t in targets):
-        return Bound(full, lambda _: full(), True)
+        return Bound(full, lambda _: full(), True, lambda _: full())
+
+    def masked(mask: Array) -> None:
+        for target, value in zip(targets, function(*sources), strict=True):
+            if target is not None:
+                np.copyto(target, value, where=mask, casting="unsafe")
 
     def part(lanes: Lanes) -> None:
         for target, value in zip(targets, function(*[s[lanes] if len(s) > 1 else s for s in sources]), strict=True):
             if target is not None:
                 target[lanes] = value
 
-    return Bound(full, part, True)
+    return Bound(full, part, True, masked)
 
 
 def bind_guard(frame: Frame, guard: Reg, inner: Bound) -> Bound:
@@ -244,6 +254,8 @@ def bind_guard(frame: Frame, guard: Reg, inner: Bound) -> Bound:
         condition = np.broadcast_to(holds(predicate), (frame.num_lanes,))
         if condition.all():
             inner.full()
+        elif inner.masked is not None:
+            inner.masked(condition)
         elif (lanes := np.flatnonzero(condition)).size:
             inner.part(lanes)
 
@@ -252,7 +264,13 @@ def bind_guard(frame: Frame, guard: Reg, inner: Bound) -> Bound:
         if chosen.size:
             inner.part(chosen)
 
-    return Bound(full, part, inner.pure)
+    within = inner.masked
+
+    def masked(mask: Array) -> None:
+        if within is not None:
+            within(holds(predicate) & mask)
+
+    return Bound(full, part, inner.pure, masked if within is not None else None)
 
 
 __all__ = ["UNIFORM_SPECIALS", "Bound", "Frame", "Lanes", "bind_alu", "bind_guard", "immediate"]

@@ -68,7 +68,7 @@ def bind(frame: Frame, instruction: Instruction, row: int) -> Bound:
 
 
 class BoundBlock:
-    """A block's instructions for all lanes (`full`), all live lanes (`live`) and some lanes (`part`)."""
+    """A block's instructions for all lanes (`full`), all live lanes (`live`), many (`masked`) and few (`part`)."""
 
     def __init__(self, frame: Frame, start: int, end: int) -> None:
         body, skipped = frame.kernel.body, frame.kernel.skipped
@@ -76,6 +76,7 @@ class BoundBlock:
         self.full = [b.full for b in bounds]
         self.part = [b.part for b in bounds]
         self.live = [b.full if b.pure else _on_lanes(frame, b.part) for b in bounds]
+        self.masked = [(b.masked or b.part, b.masked is not None) for b in bounds]
 
 
 def _on_lanes(frame: Frame, part: Callable[[Lanes], Any]) -> Callable[[], Any]:
@@ -227,6 +228,11 @@ class BatchRun:
             frame.lanes = lanes
             for step in block.live:
                 step()
+        elif lanes.size * 4 >= frame.num_lanes:
+            mask = np.zeros(frame.num_lanes, bool)
+            mask[lanes] = True
+            for masked_step, takes_mask in block.masked:
+                masked_step(mask if takes_mask else lanes)
         else:
             for partial_step in block.part:
                 partial_step(lanes)

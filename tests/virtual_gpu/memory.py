@@ -68,6 +68,7 @@ class DeviceMemory:
         self.data = backing[skip : skip + total]
         self.words: dict[int, Any] = {w: self.data.view(f"u{w}") for w in (1, 2, 4, 8)}
         self.shadow = np.zeros(total, np.uint8)
+        self.shadow4 = self.shadow.view(np.uint32)
         self.writer = np.zeros(total >> 1, np.int32)
         self.reader = np.zeros(total >> 1, np.int32)
         self.seen = np.zeros((2, total >> 5), np.int32)
