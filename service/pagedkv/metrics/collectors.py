@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Final, Protocol
-
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from pagedkv.cache import Accounting, CacheManager, CacheStats, Usage
 from pagedkv.compute.layout import KvLayout
 from pagedkv.metrics.recorder import Recorder
-from pagedkv.metrics.registry import BACKEND, DTYPE, METRICS, STATE, MetricType
+from pagedkv.metrics.registry import BACKEND, DTYPE, STATE
 
 Values = Mapping[tuple[str, ...], float]
 
@@ -55,8 +52,8 @@ class EngineCounts(Protocol):
         """In the queue."""
 
 
-class LiveCollector(Collector):
-    """Reads one cache, and one engine if there is one. `collect` runs on the loop, so all figures are of one moment."""
+class LiveCollector:
+    """Reads one cache, and one engine if there is one. `read` runs on the loop, so all figures are of one moment."""
 
     def __init__(self, cache: CacheManager, layout: KvLayout, backend_name: str, recorder: Recorder) -> None:
         self.engine: EngineView | None = None
@@ -66,22 +63,18 @@ class LiveCollector(Collector):
         self._recorder = recorder
         self._highest: dict[tuple[str, ...], float] = {}
 
-    def describe(self) -> Iterable[Metric]:
-        """Name nothing: the names are declared in the registry and may not be sampled to learn them."""
-        return ()
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield every live metric."""
+    def read(self) -> dict[str, Values]:
+        """Return the values of every live metric by name and label values."""
         usage, accounting = self._cache.usage(), self._cache.accounting()
-        gauges = {
+        return {
             **_pool_gauges(usage, self._layout, self._info),
             **_accounting_gauges(accounting, usage, self._layout),
             **self._engine_gauges(),
+            **{
+                name: {labels: self._monotone(name, labels, value) for labels, value in values.items()}
+                for name, values in _counters(self._cache.stats).items()
+            },
         }
-        for name, values in gauges.items():
-            yield _family(name, values)
-        for name, values in _counters(self._cache.stats).items():
-            yield _family(name, {labels: self._monotone(name, labels, value) for labels, value in values.items()})
 
     def _engine_gauges(self) -> dict[str, Values]:
         stats = None if self.engine is None else self.engine.stats
@@ -99,15 +92,6 @@ class LiveCollector(Collector):
             self._recorder.note_fault(name)
         self._highest[key] = value = max(value, highest)
         return value
-
-
-def _family(name: str, values: Values) -> Metric:
-    declared = METRICS[name]
-    kind = CounterMetricFamily if declared.type is MetricType.COUNTER else GaugeMetricFamily
-    family = kind(name, declared.help, labels=declared.label_names)
-    for labels, value in values.items():
-        family.add_metric(labels, value)
-    return family
 
 
 def _pool_gauges(usage: Usage, layout: KvLayout, info: tuple[str, str]) -> dict[str, Values]:

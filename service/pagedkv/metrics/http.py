@@ -19,7 +19,6 @@ from typing import Final
 from urllib.parse import unquote
 
 from pagedkv.errors import InvalidArgument, SequenceNotFound
-from pagedkv.metrics.exposition import render
 from pagedkv.metrics.service import ServiceMetrics
 from pagedkv.metrics.stream import Broadcaster
 
@@ -158,7 +157,7 @@ class MetricsServer:
         return Response(200, page, "text/html; charset=utf-8", {"Content-Security-Policy": _PAGE_POLICY})
 
     async def _scrape(self, request: Request) -> Response:
-        body, content_type = await render(self._metrics.registry, request.headers.get("accept", ""))
+        body, content_type = self._metrics.scrape(request.headers.get("accept", ""))
         return Response(200, body, content_type)
 
     async def _health(self, request: Request) -> Response:

@@ -5,25 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from prometheus_client import CollectorRegistry
-
 from pagedkv.cache import CacheManager
 from pagedkv.compute.layout import KvLayout
 from pagedkv.engine import EngineObserver
 from pagedkv.metrics.collectors import EngineView, LiveCollector
+from pagedkv.metrics.exposition import Exposition
 from pagedkv.metrics.frames import FrameSource
 from pagedkv.metrics.recorder import Recorder, time_kernels
 from pagedkv.metrics.tracing import ObserverGroup, make_tracer
 
 
 class ServiceMetrics:
-    """The metrics of one cache and, if there is one, its engine. Each service has its own registry and values."""
+    """The metrics of one cache and, if there is one, its engine. Nothing is shared between two services."""
 
     def __init__(self, cache: CacheManager, layout: KvLayout, *, backend_name: str) -> None:
-        self.registry = CollectorRegistry()
-        self.recorder = Recorder(self.registry)
+        self.recorder = Recorder()
         self._collector = LiveCollector(cache, layout, backend_name, self.recorder)
-        self.registry.register(self._collector)
+        self._exposition = Exposition(self.recorder.store)
         cache.pool.watch(self.recorder)
         self.frames = FrameSource(
             cache,
@@ -37,6 +35,10 @@ class ServiceMetrics:
         self.engine_observer: EngineObserver = (
             self.recorder if tracer is None else ObserverGroup((self.recorder, tracer))
         )
+
+    def scrape(self, accept: str = "") -> tuple[bytes, str]:
+        """Return all metrics of this moment in the format that the Accept header asks for, and its content type."""
+        return self._exposition.render(self._collector.read(), accept)
 
     @property
     def rpc_observer(self) -> Recorder:
