@@ -1,0 +1,215 @@
+"""The metrics server: its answers, its manners towards bad and slow readers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+
+import pytest
+
+from helpers.caches import run_prompt, write
+from pagedkv.errors import InvalidArgument
+from pagedkv.metrics.http import MetricsServer
+from pagedkv.metrics.stream import Subscriber
+from tests.metrics.support import OPENMETRICS, get, get_json, make_metrics, metrics_server, parse, scrape, value
+
+
+async def raw(url, request, limit=65536):
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rsplit(":", 1)[1]))
+    writer.write(request)
+    try:
+        return await asyncio.wait_for(reader.read(limit), 15)
+    finally:
+        writer.close()
+
+
+async def read_frames(url, count):
+    """Return the first frames of a stream, heartbeats left out."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rsplit(":", 1)[1]), limit=2**22)
+    writer.write(b"GET /api/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    frames = []
+    while len(frames) < count:
+        line = await asyncio.wait_for(reader.readline(), 15)
+        if line.startswith(b"data: {") and len(line) > 20:
+            frames.append(json.loads(line[6:]))
+    writer.close()
+    return frames
+
+
+async def test_metrics_health_ready_and_page_answer():
+    _, metrics = make_metrics()
+    async with metrics_server(metrics) as (_, url):
+        status, body, content_type = await get(url + "/metrics")
+        assert status == 200
+        assert content_type.startswith("text/plain")
+        assert parse(body.decode()) == scrape(metrics)
+        assert (await get(url + "/health"))[:2] == (200, b"ok\n")
+        assert (await get(url + "/ready"))[:2] == (200, b"ready\n")
+        metrics.is_ready = lambda: False
+        assert (await get(url + "/ready"))[0] == 503
+        status, page, content_type = await get(url + "/")
+        assert status == 200
+        assert content_type.startswith("text/html")
+        assert b"src=" not in page
+        assert b"//cdn" not in page
+
+
+async def test_openmetrics_is_given_to_who_asks_for_it():
+    _, metrics = make_metrics()
+    async with metrics_server(metrics) as (_, url):
+        _, body, content_type = await get(url + "/metrics", Accept=OPENMETRICS)
+    assert content_type.startswith("application/openmetrics-text")
+    assert body.endswith(b"# EOF\n")
+
+
+@pytest.mark.parametrize(
+    ("request_line", "status"),
+    [
+        (b"GET /nothing HTTP/1.1", 404),
+        (b"POST /metrics HTTP/1.1", 405),
+        (b"GET /api/sequences/gone HTTP/1.1", 404),
+        (b"GET /api/blocks/24 HTTP/1.1", 404),
+        (b"GET /api/blocks/-1 HTTP/1.1", 404),
+        (b"GET /api/blocks/99999999999999 HTTP/1.1", 404),
+        (b"GET /api/blocks/x HTTP/1.1", 404),
+        (b"nonsense", 400),
+        (b"GET  HTTP/1.1", 400),
+        (b"GET /" + b"x" * 20_000 + b" HTTP/1.1", 431),
+        (b"GET /metrics HTTP/1.1\r\nHost: evil.example", 403),
+        (b"GET /api/events HTTP/1.1\r\nHost: evil.example:80", 403),
+    ],
+)
+async def test_bad_request_gets_its_status(request_line, status):
+    _, metrics = make_metrics()
+    async with metrics_server(metrics) as (_, url):
+        answer = await raw(url, request_line + b"\r\n\r\n")
+    assert answer.startswith(f"HTTP/1.1 {status} ".encode())
+
+
+async def test_head_sends_no_body():
+    _, metrics = make_metrics()
+    async with metrics_server(metrics) as (_, url):
+        answer = await raw(url, b"HEAD /metrics HTTP/1.1\r\n\r\n")
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert b"Content-Length: " in head
+    assert body == b""
+
+
+async def test_mt07_port_in_use_is_refused_by_name_so_a_second_process_mixes_no_counters():
+    _, metrics = make_metrics()
+    async with metrics_server(metrics) as (server, _):
+        with pytest.raises(InvalidArgument, match="cannot listen") as caught:
+            await MetricsServer(metrics, port=server.port).start()
+    assert caught.value.field == "metrics_port"
+
+
+async def test_mt09_a_server_starts_and_stops_three_times_in_one_process():
+    for _ in range(3):
+        _, metrics = make_metrics()
+        async with metrics_server(metrics) as (_, url):
+            assert (await get(url + "/metrics"))[0] == 200
+
+
+async def test_block_and_sequence_show_table_holders_and_ages():
+    cache, metrics = make_metrics()
+    run_prompt(cache, "a/b c", list(range(20)))
+    cache.fork("a/b c", "fork")
+    async with metrics_server(metrics) as (_, url):
+        status, sequence = await get_json(url + "/api/sequences/a%2Fb%20c")
+        assert status == 200
+        assert [entry["physical"] for entry in sequence["block_table"]] == list(cache.block_table("fork"))
+        assert {(entry["state"], entry["ref_count"]) for entry in sequence["block_table"]} == {("shared", 2)}
+        _, block = await get_json(f"{url}/api/blocks/{cache.block_table('fork')[0]}")
+        assert (block["state"], block["ref_count"], block["sequences"]) == ("shared", 2, ["a/b c", "fork"])
+        assert block["age_seconds"] >= 0
+        cache.free("a/b c")
+        cache.free("fork")
+        assert (await get_json(url + "/api/sequences/fork"))[0] == 404
+        _, snapshot = await get_json(url + "/api/blocks")
+        assert snapshot["blocks"]["cached"] == 2
+        assert snapshot["sequences"] == []
+
+
+async def test_stream_begins_with_a_snapshot_and_goes_on_with_deltas():
+    cache, metrics = make_metrics()
+    cache.allocate("a")
+    async with metrics_server(metrics) as (_, url):
+        reading = asyncio.create_task(read_frames(url, 3))
+        await asyncio.sleep(0.15)
+        write(cache, "a", 8)
+        frames = await reading
+    assert [frame["type"] for frame in frames] == ["snapshot", "delta", "delta"]
+    assert [0, 1, 2] in [run for frame in frames[1:] for run in frame["runs"]]
+
+
+async def test_hanging_scrapers_hold_neither_the_loop_nor_each_other():
+    cache, metrics = make_metrics(num_blocks=4096)
+    async with metrics_server(metrics) as (_, url):
+        port, hanging = int(url.rsplit(":", 1)[1]), []
+        for request in (b"GET /met", b"GET /api/events HTTP/1.1\r\n\r\n", b"GET /metrics HTTP/1.1\r\n\r\n") * 5:
+            connection = socket.create_connection(("127.0.0.1", port))
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+            connection.sendall(request)
+            hanging.append(connection)
+        try:
+            cache.allocate("a")
+            worst, until = 0.0, time.monotonic() + 1.0
+            while time.monotonic() < until:
+                write(cache, "a", 8)
+                started = time.monotonic()
+                await asyncio.sleep(0.005)
+                worst = max(worst, time.monotonic() - started - 0.005)
+            assert worst < 0.25  # a blocked loop would stand for the readers' ten-second deadline
+            assert (await get(url + "/metrics"))[0] == 200
+        finally:
+            for connection in hanging:
+                connection.close()
+
+
+async def test_connections_beyond_the_cap_are_told_so():
+    _, metrics = make_metrics()
+    async with metrics_server(metrics) as (_, url):
+        port = int(url.rsplit(":", 1)[1])
+        held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(64)]
+        await asyncio.sleep(0.05)
+        assert (await raw(url, b"GET /health HTTP/1.1\r\n\r\n")).startswith(b"HTTP/1.1 503 ")
+        for _, writer in held:
+            writer.close()
+        await asyncio.sleep(0.05)
+        assert (await get(url + "/health"))[0] == 200
+
+
+async def test_subscriber_that_falls_behind_loses_frames_and_gets_a_snapshot():
+    subscriber = Subscriber()
+    subscriber.needs_snapshot = False
+    for number in range(33):
+        subscriber.offer(str(number))
+    assert subscriber.needs_snapshot
+    assert subscriber.num_dropped == 33
+    subscriber.offer("snapshot")
+    assert await anext(subscriber.frames()) == "snapshot"
+
+
+async def test_stop_ends_open_streams_at_once():
+    _, metrics = make_metrics()
+    started = time.monotonic()
+    async with metrics_server(metrics) as (_, url):
+        reading = asyncio.create_task(raw(url, b"GET /api/events HTTP/1.1\r\n\r\n", 100))
+        await reading
+    assert time.monotonic() - started < 5
+
+
+async def test_server_scrape_equals_the_cache_while_operations_go_on():
+    cache, metrics = make_metrics(num_blocks=256)
+    async with metrics_server(metrics) as (_, url):
+        scraping = asyncio.create_task(get(url + "/metrics"))
+        for index in range(50):
+            run_prompt(cache, f"s{index}", list(range(index, index + 20)))
+            await asyncio.sleep(0)
+        _, body, _ = await scraping
+        samples = parse(body.decode())
+        states = {labels: count for (name, labels), count in samples.items() if name == "pagedkv_blocks"}
+    assert sum(states.values()) == 256
+    assert value(samples, "pagedkv_held_blocks") == states["private",] + states["shared",]
