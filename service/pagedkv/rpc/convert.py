@@ -31,6 +31,7 @@ _NUMPY_TYPES: dict[int, np.dtype[Any]] = {
     tensor_pb2.DATA_TYPE_BFLOAT16: np.dtype(ml_dtypes.bfloat16),
 }
 _MAX_RANK = 4
+_MAX_EXTENT = 2**31 - 1
 
 
 def to_array(tensor: tensor_pb2.Tensor, field: str) -> npt.NDArray[Any]:
@@ -42,9 +43,12 @@ def to_array(tensor: tensor_pb2.Tensor, field: str) -> npt.NDArray[Any]:
     shape = tuple(tensor.shape)
     require(0 < len(shape) <= _MAX_RANK, f"{field}.shape", f"must have 1 to {_MAX_RANK} extents", shape, _MAX_RANK)
     require(min(shape) >= 0, f"{field}.shape", "must not be negative", shape, 0)
+    require(max(shape) <= _MAX_EXTENT, f"{field}.shape", "must be smaller", shape, _MAX_EXTENT)
     num_bytes = math.prod(shape) * dtype.itemsize
     given = len(tensor.data)
     require(given == num_bytes, f"{field}.data", f"must hold {num_bytes} bytes for shape {shape}", given, num_bytes)
+    if not given:
+        require(math.prod(filter(None, shape)) <= _MAX_EXTENT, f"{field}.shape", "must be smaller", shape, _MAX_EXTENT)
     return np.frombuffer(tensor.data, dtype=dtype).reshape(shape)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import bisect
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import numpy.typing as npt
 from pagedkv.cache import CacheManager, PrefixExtras, Reservation, ReserveRequest
 from pagedkv.compute.backend import AttentionBatch, Backend
 from pagedkv.config import require
-from pagedkv.errors import DeviceError, PagedKvError, PositionMismatch
+from pagedkv.errors import DeviceError, InvalidArgument, PagedKvError, PositionMismatch
 from pagedkv.rpc.convert import (
     check_shape,
     to_array,
@@ -92,7 +93,10 @@ class KvCacheService(kv_cache_pb2_grpc.KvCacheServicer):
     async def Truncate(self, request: kv_cache_pb2.TruncateRequest, context: Any) -> kv_cache_pb2.TruncateResponse:
         """Keep the first tokens only."""
         _check_own_id("sequence_id", request.sequence_id)
-        self._cache.truncate(request.sequence_id, request.token_count)
+        longest = max(self._cache.sequence(request.sequence_id).layer_lengths)
+        count = request.token_count
+        require(0 <= count <= longest, "token_count", f"must be in [0, {longest}]", count, longest)
+        self._cache.truncate(request.sequence_id, count)
         return kv_cache_pb2.TruncateResponse()
 
     async def Free(self, request: kv_cache_pb2.FreeRequest, context: Any) -> kv_cache_pb2.FreeResponse:
@@ -107,20 +111,25 @@ class KvCacheService(kv_cache_pb2_grpc.KvCacheServicer):
         return kv_cache_pb2.GetSequenceResponse(sequence=to_sequence_message(view, full=True))
 
     async def ListSequences(self, request: Any, context: Any) -> kv_cache_pb2.ListSequencesResponse:
-        """List live sequences by pages; the token is the last id of the page before."""
+        """List live sequences by pages; the token is when the last one of the page before was created."""
         size, limit = request.page_size, _MAX_PAGE_SIZE
         require(0 <= size <= limit, "page_size", f"must be in [0, {limit}]", size, limit)
         size = size or _DEFAULT_PAGE_SIZE
         ids = self._cache.sequence_ids()
-        start = 0
-        if request.page_token:
-            require(request.page_token in ids, "page_token", "names no live sequence", request.page_token)
-            start = ids.index(request.page_token) + 1
-        page = ids[start : start + size]
+        start = self._page_start(ids, request.page_token) if request.page_token else 0
+        page = [self._cache.sequence(name) for name in ids[start : start + size]]
         return kv_cache_pb2.ListSequencesResponse(
-            sequences=[to_sequence_message(self._cache.sequence(name), full=False) for name in page],
-            next_page_token=page[-1] if start + size < len(ids) else "",
+            sequences=[to_sequence_message(view, full=False) for view in page],
+            next_page_token=page[-1].created_at.hex() if start + size < len(ids) else "",
         )
+
+    def _page_start(self, ids: Sequence[str], page_token: str) -> int:
+        """Return where the page begins, the last one of the page before may be gone."""
+        try:
+            created_at = float.fromhex(page_token)
+        except (ValueError, OverflowError):
+            raise InvalidArgument("is not from a page before", field="page_token", value=page_token) from None
+        return bisect.bisect_right(ids, created_at, key=lambda name: self._cache.sequence(name).created_at)
 
     async def GetUsage(self, request: Any, context: Any) -> kv_cache_pb2.GetUsageResponse:
         """Count blocks by state."""
@@ -200,6 +209,7 @@ class KvCacheService(kv_cache_pb2_grpc.KvCacheServicer):
         num_queries = sum(query_lengths)
         queries = to_array(request.queries, "queries")
         check_shape(queries, "queries", (num_queries, self._shape.num_heads, self._shape.head_dim))
+        require(not np.isnan(queries).any(), "queries.data", "must hold no NaN", "NaN")
         lengths = [self._cache.length(name, layer) for name in ids]
         if not request.HasField("keys") and not request.HasField("values"):
             for at, (asked, length) in enumerate(zip(query_lengths, lengths, strict=True)):
@@ -225,8 +235,8 @@ class KvCacheService(kv_cache_pb2_grpc.KvCacheServicer):
         token_ids = _read_token_ids(request.token_ids, len(queries))
         starts = np.concatenate(([0], np.cumsum(query_lengths))).tolist()
         is_new = [
-            asked > 0 and _is_new(position, asked, length)
-            for position, asked, length in zip(positions, query_lengths, lengths, strict=True)
+            asked > 0 and _is_new(position, asked, length, field=f"positions[{at}]")
+            for at, (position, asked, length) in enumerate(zip(positions, query_lengths, lengths, strict=True))
         ]
         wanted = [
             ReserveRequest(
@@ -308,25 +318,37 @@ class KvCacheService(kv_cache_pb2_grpc.KvCacheServicer):
 
     async def _completed(self, future: Any) -> Any:
         """Await a job. What fails after all checks is the device: nothing is answered from then on."""
+        result = asyncio.wrap_future(future)
         try:
-            return await asyncio.wrap_future(future)
+            return await asyncio.shield(result)  # the caller may go, but what is committed must be written
         except asyncio.CancelledError:
+            result.add_done_callback(self._note_unread)
             raise
         except Exception as error:
-            self._failure = error if isinstance(error, DeviceError) else DeviceError("the device failed; see the log")
-            self._on_device_failure()
+            failure = self._note_failure(error)
             if isinstance(error, PagedKvError):
                 raise
-            raise self._failure from error
+            raise failure from error
+
+    def _note_unread(self, result: asyncio.Future[Any]) -> None:
+        """Look at a job's end that no caller waits for any more."""
+        error = None if result.cancelled() else result.exception()
+        if error is not None:
+            self._note_failure(error)
+
+    def _note_failure(self, error: BaseException) -> DeviceError:
+        self._failure = error if isinstance(error, DeviceError) else DeviceError("the device failed; see the log")
+        self._on_device_failure()
+        return self._failure
 
     def _check_device(self) -> None:
         if self._failure is not None:
             raise self._failure
 
 
-def _is_new(position: int, num_tokens: int, length: int) -> bool:
+def _is_new(position: int, num_tokens: int, length: int, *, field: str = "position") -> bool:
     """Whether rows at `position` continue a layer of this length; False for a retry of rows that are there."""
-    require(position >= 0, "position", "must not be negative", position, 0)
+    require(position >= 0, field, "must not be negative", position, 0)
     if position == length:
         return True
     if position + num_tokens <= length:
