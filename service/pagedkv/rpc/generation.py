@@ -16,6 +16,7 @@ from pagedkv.engine import (
     check_token_ids,
 )
 from pagedkv.errors import InvalidArgument
+from pagedkv.rpc.status import refusal
 from pagedkv.v1 import generation_pb2, generation_pb2_grpc
 
 _FINISH_REASONS = {
@@ -108,7 +109,8 @@ class NoModelService(generation_pb2_grpc.GenerationServicer):
 
 
 async def _refuse(context: Any) -> None:
-    await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this server holds a bare cache and serves no model")
+    message = "this server holds a bare cache and serves no model"
+    await context.abort_with_status(refusal(grpc.StatusCode.UNIMPLEMENTED, "NO_MODEL", message))
 
 
 def _read_sampling(options: generation_pb2.SamplingOptions) -> SamplingParams:

@@ -13,7 +13,7 @@ import grpc
 from grpc.aio import AbortError, ServerInterceptor
 
 from pagedkv.errors import PagedKvError
-from pagedkv.rpc.status import code_of, to_status
+from pagedkv.rpc.status import code_of, refusal, to_status
 
 _log = logging.getLogger(__name__)
 _PREFIX = "/pagedkv.v1."
@@ -100,7 +100,8 @@ class ErrorInterceptor(ServerInterceptor):
         error_id = secrets.token_hex(6)
         _log.error("%s failed [%s]", method, error_id, exc_info=error)
         self._observer.on_rpc(method, "INTERNAL", seconds)
-        await context.abort(grpc.StatusCode.INTERNAL, f"internal error {error_id}; the server's log explains it")
+        message = f"internal error {error_id}; the server's log explains it"
+        await context.abort_with_status(refusal(grpc.StatusCode.INTERNAL, PagedKvError.reason, message))
 
 
 def _is_callers(context: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict
 
 from google.protobuf.message import Message
@@ -24,7 +25,7 @@ class RetryMemory:
         known = self._answers.get(request_id) if request_id else None
         if known is None:
             return None
-        if known[0] != request.SerializeToString(deterministic=True):
+        if known[0] != _digest(request):
             raise InvalidArgument("was used for another request", field="request_id", value=request_id)
         return known[1]
 
@@ -32,6 +33,12 @@ class RetryMemory:
         """Keep an answer."""
         if not request_id:
             return
-        self._answers[request_id] = (request.SerializeToString(deterministic=True), answer)
+        self._answers[request_id] = (_digest(request), answer)
         if len(self._answers) > self._capacity:
             self._answers.popitem(last=False)
+
+
+def _digest(request: Message) -> bytes:
+    """Stand for a request and its type in a few bytes; prompts may be megabytes."""
+    content = request.SerializeToString(deterministic=True)
+    return hashlib.sha256(request.DESCRIPTOR.full_name.encode() + b"\0" + content).digest()

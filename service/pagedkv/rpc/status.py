@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import grpc
 from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.duration_pb2 import Duration
@@ -14,6 +16,7 @@ from pagedkv.errors import InvalidArgument, OutOfBlocks, PagedKvError
 
 DOMAIN = "pagedkv"
 _RETRY_SECONDS = 1
+_MAX_MESSAGE, _MAX_FIGURE = 300, 100  # characters: peers drop a call whose trailers pass 8 KiB
 
 _CODES: dict[type[PagedKvError], grpc.StatusCode] = {
     errors.InvalidArgument: grpc.StatusCode.INVALID_ARGUMENT,
@@ -39,16 +42,28 @@ def code_of(error: PagedKvError) -> grpc.StatusCode:
 
 def to_status(error: PagedKvError) -> grpc.Status:
     """Return the status with exactly one ErrorInfo; a BadRequest names the field, a RetryInfo says when to retry."""
-    details: list[Message] = [
-        error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.details),
-    ]
+    message = _shorten(error.message, _MAX_MESSAGE)
+    figures = {name: _shorten(value, _MAX_FIGURE) for name, value in error.details.items()}
+    details: list[Message] = [error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=figures)]
     if isinstance(error, InvalidArgument):
-        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.message)
+        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=message)
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
     if isinstance(error, OutOfBlocks):
         details.append(error_details_pb2.RetryInfo(retry_delay=Duration(seconds=_RETRY_SECONDS)))
+    return _pack(code_of(error), message, details)
+
+
+def refusal(code: grpc.StatusCode, reason: str, message: str) -> grpc.Status:
+    """Return the status of a refusal that is no exception of ours, with its ErrorInfo."""
+    return _pack(code, message, [error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN)])
+
+
+def _pack(code: grpc.StatusCode, message: str, details: Sequence[Message]) -> grpc.Status:
     packed = [AnyMessage() for _ in details]
     for target, detail in zip(packed, details, strict=True):
         target.Pack(detail)
-    code = code_of(error).value[0]
-    return rpc_status.to_status(status_pb2.Status(code=code, message=error.message, details=packed))
+    return rpc_status.to_status(status_pb2.Status(code=code.value[0], message=message, details=packed))
+
+
+def _shorten(text: str, limit: int) -> str:
+    return text if len(text) <= limit else text[: limit - 3] + "..."
