@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from types import TracebackType
@@ -13,7 +14,7 @@ import numpy.typing as npt
 from pagedkv.client.failure import to_exception
 from pagedkv.client.tensors import DTYPES, to_array, to_tensor
 from pagedkv.client.types import Allocation, Attention, Audit, CacheInfo, Chunk, ModelInfo, SequenceInfo, Usage
-from pagedkv.errors import InvalidArgument
+from pagedkv.errors import InvalidArgument, TransportError
 from pagedkv.v1 import generation_pb2, generation_pb2_grpc, kv_cache_pb2, kv_cache_pb2_grpc
 
 T = TypeVar("T")
@@ -288,9 +289,14 @@ class AsyncStep:
         request = make_attend_request(sequence_ids, queries, layer=layer, **options)
         try:
             await self._call.write(request)
+            response = await self._call.read()
         except grpc.aio.AioRpcError as error:
             raise to_exception(error) from None
-        return _attention(await _checked(self._call.read()))
+        except asyncio.InvalidStateError:  # what gRPC raises for a write to a call that is over
+            raise TransportError("the stream has ended", code=(await self._call.code()).name) from None
+        if response is grpc.aio.EOF:
+            raise TransportError("the server ended the stream", code=grpc.StatusCode.UNAVAILABLE.name)
+        return _attention(response)
 
     async def close(self) -> None:
         """End the stream."""

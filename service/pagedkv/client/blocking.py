@@ -70,7 +70,9 @@ class Client:
     tokenize = _blocking(AsyncClient.tokenize)
     detokenize = _blocking(AsyncClient.detokenize)
 
-    def attend(self, sequence_ids: Sequence[str], queries: npt.NDArray[Any], *, layer: int, **options: Any) -> Attention:
+    def attend(
+        self, sequence_ids: Sequence[str], queries: npt.NDArray[Any], *, layer: int, **options: Any
+    ) -> Attention:
         """See AsyncClient.attend."""
         return self._run(self._client.attend(sequence_ids, queries, layer=layer, **options))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import grpc
@@ -12,6 +13,7 @@ from pagedkv import errors
 from pagedkv.errors import PagedKvError, TransportError
 
 _DOMAIN = "pagedkv"
+_INTEGER = re.compile(r"-?[0-9]{1,30}", re.ASCII)
 
 
 def _all_kinds(kind: type[PagedKvError]) -> Iterator[type[PagedKvError]]:
@@ -28,15 +30,16 @@ def to_exception(error: grpc.aio.AioRpcError) -> PagedKvError:
     status = rpc_status.from_call(error)
     info = error_details_pb2.ErrorInfo()
     for detail in status.details if status is not None else ():
-        if detail.Is(info.DESCRIPTOR) and detail.Unpack(info) and info.domain == _DOMAIN:
+        is_ours = detail.Is(info.DESCRIPTOR) and detail.Unpack(info) and info.domain == _DOMAIN
+        if is_ours and info.reason in _KINDS:
             return _rebuild(info, str(error.details()))
     return TransportError(str(error.details()), code=error.code().name)
 
 
 def _rebuild(info: error_details_pb2.ErrorInfo, message: str) -> PagedKvError:
-    kind = _KINDS.get(info.reason, PagedKvError)
+    kind = _KINDS[info.reason]
     error = kind.__new__(kind)
     PagedKvError.__init__(error, message, **info.metadata)
     for name, value in info.metadata.items():
-        setattr(error, name, int(value) if value.lstrip("-").isdigit() else value)
+        setattr(error, name, int(value) if _INTEGER.fullmatch(value) else value)
     return error
