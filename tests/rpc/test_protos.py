@@ -1,5 +1,6 @@
 """The generated code is that of the protos, and the protos keep the house rules."""
 
+import itertools
 import subprocess
 
 from helpers.generate_protos import PROTOS, VENV_BIN, find_stale
@@ -18,8 +19,8 @@ def test_protos_pass_the_linter():
 def test_protos_comment_every_method_field_and_value():
     for path in PROTOS.rglob("*.proto"):
         lines = [line.strip() for line in path.read_text().splitlines()]
-        for before, line in zip(lines, lines[1:], strict=False):
-            opens = line.startswith(("rpc ", "message ", "enum ", "service ")) or line.endswith(";") and "=" in line
+        for before, line in itertools.pairwise(lines):
+            opens = line.startswith(("rpc ", "message ", "enum ", "service ")) or (line.endswith(";") and "=" in line)
             is_syntax = line.startswith(("syntax", "package", "import"))
             assert is_syntax or not opens or before.startswith("//") or before.endswith("{}"), f"{path.name}: {line}"
 
