@@ -1,9 +1,8 @@
-"""Loads, stores, cp.async and atomics: address spaces, checks, widths."""
+"""Loads and stores: address spaces, checks, widths."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import numpy as np
 
@@ -23,12 +22,12 @@ STATE_MESSAGES = {
     checks.RACE: ("race", ""),
 }
 _SPACES = ("global", "shared", "local", "const", "param")
-_CACHE_MODS = frozenset(
-    ("nc", "ca", "cg", "cs", "cv", "lu", "wb", "wt", "volatile", "weak", "relaxed", "acquire", "release", "acq_rel")
-    + ("gpu", "cta", "sys", "cluster", "L1_evict_last", "L1_evict_first", "L1_no_allocate", "L1_evict_normal")
-    + ("L1_evict_unchanged", "L2_64B", "L2_128B", "L2_256B", "L2_evict_first", "L2_evict_last", "L2_evict_normal")
-    + ("L2_cache_hint", "v2", "v4", "v8", "shared_cta", "param_entry")
-)
+_CACHE_MODS = frozenset((
+    "nc", "ca", "cg", "cs", "cv", "lu", "wb", "wt", "volatile", "weak", "relaxed", "acquire", "release", "acq_rel",
+    "gpu", "cta", "sys", "cluster", "L1_evict_last", "L1_evict_first", "L1_no_allocate", "L1_evict_normal",
+    "L1_evict_unchanged", "L2_64B", "L2_128B", "L2_256B", "L2_evict_first", "L2_evict_last", "L2_evict_normal",
+    "L2_cache_hint", "v2", "v4", "v8", "shared_cta", "param_entry",
+))  # fmt: skip
 _UNORDERED = frozenset(("volatile", "relaxed", "acquire", "release", "acq_rel"))
 
 
@@ -98,8 +97,9 @@ def access_global(
     offsets = np.empty(lanes.size, np.int64)
     flags = (launch.check_races and not _UNORDERED.intersection(instruction.mods), launch.count)
     code, index, bad, other = checks.check_global(
-        address, lanes, nbytes, kind, memory.limits, launch.tags, flags, memory.shadow, memory.shadow4, memory.writer, memory.reader,
-        launch.ordered, memory.owner, memory.seen, memory.totals, launch.stats[row], offsets,
+        address, lanes, nbytes, kind, memory.limits, launch.tags, flags, memory.shadow, memory.shadow4,
+        memory.writer, memory.reader, launch.ordered, memory.owner, memory.seen, memory.totals,
+        launch.stats[row], offsets,
     )  # fmt: skip
     if code:
         name, message = STATE_MESSAGES[code]
@@ -120,7 +120,8 @@ def access_shared(
     offsets = np.empty(lanes.size, np.int64)
     code, index, bad, other = checks.check_shared(
         address, lanes, nbytes, kind, frame.padded, shared.stride, shared.size, (launch.check_races, launch.count),
-        shared.shadow, shared.shadow4, shared.writer, shared.reader, shared.cta_clock, shared.warp_clock, launch.stats[row], offsets,
+        shared.shadow, shared.shadow4, shared.writer, shared.reader, shared.cta_clock, shared.warp_clock,
+        launch.stats[row], offsets,
     )  # fmt: skip
     if code:
         name, message = STATE_MESSAGES[code]
@@ -316,94 +317,3 @@ def bind_store(frame: Frame, instruction: Instruction, row: int) -> Bound:
 def bind_nothing(frame: Frame, instruction: Instruction, row: int) -> Bound:
     """Hints and fences: the model's memory is always coherent. Races are judged by barriers alone."""
     return Bound(lambda: None, lambda lanes: None, True)
-
-
-class CopyQueue:
-    """cp.async of a frame: bytes fetched at issue, written to shared memory only when waited for."""
-
-    def __init__(self, frame: Frame) -> None:
-        self.frame = frame
-        self.group = np.zeros(frame.num_lanes, np.int64)  # number of the group each lane is filling
-        self.pending: list[tuple[Lanes, Array, Array, Array]] = []  # lanes, shared offsets, data, group numbers
-
-    def commit(self, lanes: Lanes) -> None:
-        self.group[lanes] += 1
-
-    def wait(self, lanes: Lanes, allowed: int, uncommitted: bool = False) -> None:
-        """Complete all but the newest `allowed` groups of these lanes."""
-        waiting = np.zeros(self.frame.num_lanes, bool)
-        waiting[lanes] = True
-        kept = []
-        for owners, offsets, data, groups in self.pending:
-            due = waiting[owners] & (uncommitted | (groups < self.group[owners] - allowed))
-            if due.any():
-                self._complete(owners[due], offsets[due], data[due])
-            if not due.all():
-                rest = ~due
-                kept.append((owners[rest], offsets[rest], data[rest], groups[rest]))
-        self.pending = kept
-
-    def _complete(self, owners: Lanes, offsets: Array, data: Array) -> None:
-        shared = self.frame.shared
-        span = offsets[:, None] + np.arange(data.shape[1])
-        shared.data[span] = data
-        shared.shadow[span] = checks.INITIALISED
-        cta, warp = owners // self.frame.padded, owners >> 5
-        mark = (shared.cta_clock[cta] << 44) | (shared.warp_clock[warp] << 22) | owners
-        shared.writer[(offsets >> 1)[:, None] + np.arange(data.shape[1] // 2)] = mark[:, None]
-
-
-def bind_cp(frame: Frame, instruction: Instruction, row: int) -> Bound:
-    """cp.async and its commit and wait."""
-    if instruction.mods[0] != "async" or "bulk" in instruction.mods:
-        raise unsupported(instruction)
-    if "commit_group" in instruction.mods:
-        commit = partial(_commit, frame)
-        return Bound(lambda: commit(frame.all_lanes), commit, False)
-    if "wait_all" in instruction.mods or "wait_group" in instruction.mods:
-        is_all = "wait_all" in instruction.mods
-        allowed = 0 if is_all else instruction.operands[0].value  # type: ignore[union-attr]
-
-        def wait(lanes: Lanes) -> None:
-            frame.launch.copies.wait(lanes, allowed, is_all)
-
-        return Bound(lambda: wait(frame.all_lanes), wait, False)
-    return _bind_copy(frame, instruction, row)
-
-
-def _commit(frame: Frame, lanes: Lanes) -> None:
-    frame.launch.copies.commit(lanes)
-
-
-def _bind_copy(frame: Frame, instruction: Instruction, row: int) -> Bound:
-    target, source, size, *rest = instruction.operands
-    assert isinstance(target, Mem)
-    assert isinstance(source, Mem)
-    assert isinstance(size, Imm)
-    nbytes = size.value
-    read_target, read_source = address_reader(frame, target, "shared"), address_reader(frame, source, "global")
-    has_hint = "L2_cache_hint" in instruction.mods
-    count = frame.read(rest[0], "u32") if rest and not (has_hint and len(rest) == 1) else None
-    if count is not None and isinstance(rest[0], Reg) and frame.kernel.registers[rest[0].name] == "pred":
-        raise unsupported(instruction, "ignore-src predicate")
-
-    def part(lanes: Lanes) -> None:
-        into = read_target(lanes)
-        offsets = access_shared(frame, instruction, row, lanes, into, nbytes, checks.WRITE_LATER)
-        data = np.zeros((lanes.size, nbytes), np.uint8)
-        sizes = np.full(lanes.size, nbytes) if count is None else np.broadcast_to(count, frame.num_lanes)[lanes]
-        addresses = read_source(lanes)
-        for amount in np.unique(sizes):
-            chosen = np.flatnonzero(sizes == amount)
-            if amount == 0:
-                continue
-            unit = nbytes if amount == nbytes else 1
-            for start in range(0, int(amount), unit):
-                found = access_global(
-                    frame, instruction, row, lanes[chosen], addresses[chosen] + start, unit, checks.READ
-                )
-                data[chosen, start : start + unit] = frame.launch.memory.data[found[:, None] + np.arange(unit)]
-        copies = frame.launch.copies
-        copies.pending.append((lanes, offsets, data, copies.group[lanes]))
-
-    return Bound(lambda: part(frame.all_lanes), part, False)

@@ -28,7 +28,7 @@ def _is_initialised(shadow4: Any, offset: int, nbytes: int) -> bool:
     """Whether an aligned access of 4 bytes or more touches only initialised bytes (the usual case, told fast)."""
     if nbytes < 4:
         return False
-    for w in range(offset >> 2, (offset + nbytes) >> 2):
+    for w in range(offset >> 2, (offset + nbytes) >> 2):  # noqa: SIM110 (numba has no all())
         if shadow4[w] != _ALL_INITIALISED:
             return False
     return True

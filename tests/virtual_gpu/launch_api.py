@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 
 from virtual_gpu import checks
-from virtual_gpu.driver import CUresult, DriverError, MemoryApi, address_and_size, api, real
+from virtual_gpu.driver import CUresult, DriverError, address_and_size, api, real
 from virtual_gpu.faults import UnsupportedPtx
 from virtual_gpu.machine import Launch, check_supported
 from virtual_gpu.memory import Allocation
+from virtual_gpu.memory_api import MemoryApi
 from virtual_gpu.program import Kernel
-from virtual_gpu.ptx import parse_ptx
+from virtual_gpu.ptx_parser import parse_ptx
 from virtual_gpu.queues import Op
 
 _ATTRIBUTE = real.CUfunction_attribute

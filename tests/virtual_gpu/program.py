@@ -5,11 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from virtual_gpu import (  # noqa: F401  (register their opcodes)
-    arithmetic,
-    convert,
-    logic,
-)
+from virtual_gpu import arithmetic, comparison, convert, logic  # noqa: F401  (they register their opcodes)
 from virtual_gpu.alu import ALU_BUILDERS, Alu, unsupported
 from virtual_gpu.faults import UnsupportedPtx
 from virtual_gpu.ptx import (

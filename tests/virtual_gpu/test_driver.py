@@ -37,7 +37,7 @@ def test_calls_return_the_bindings_own_result_codes():
     assert driver.cuDeviceGetCount() == (driver.CUresult.CUDA_ERROR_NOT_INITIALIZED, None)
     assert driver.cuInit(0) == (driver.CUresult.CUDA_SUCCESS,)
     assert driver.cuDeviceGetCount() == (driver.CUresult.CUDA_SUCCESS, 1)
-    code, name = driver.cuGetErrorName(driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY)
+    _, name = driver.cuGetErrorName(driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY)
     assert name == b"CUDA_ERROR_OUT_OF_MEMORY"
     with pytest.raises(AttributeError, match="cuTexRefCreate"):
         _ = driver.cuTexRefCreate
@@ -199,7 +199,7 @@ def test_random_schedules_differ_where_streams_are_independent():
         order: list[int] = []
         for i in range(6):
             stream = driver.stream(streams[i % 3])
-            driver.scheduler.enqueue(stream, "mark", lambda i=i: order.append(i))
+            driver.scheduler.enqueue(stream, "mark", lambda i=i, order=order: order.append(i))
         ok(driver.cuCtxSynchronize())
         assert sorted(order) == list(range(6))
         assert all(order.index(i) < order.index(i + 3) for i in range(3))
@@ -243,7 +243,7 @@ def test_a_capture_follows_events_into_other_streams_and_must_be_joined():
         if is_joined:
             ok(driver.cuEventRecord(join, side))
             ok(driver.cuStreamWaitEvent(main, join, 0))
-        code, graph = driver.cuStreamEndCapture(main)
+        code, _ = driver.cuStreamEndCapture(main)
         expected = "CUDA_SUCCESS" if is_joined else "CUDA_ERROR_STREAM_CAPTURE_UNJOINED"
         assert code.name == expected
 
@@ -261,7 +261,7 @@ def test_module_variables_hold_their_initial_values():
     source = """__constant__ float c[3] = {1.5f, 2.5f, -1.0f}; __device__ int g = 7;
     extern "C" __global__ void k(float* x) { x[threadIdx.x] = c[threadIdx.x % 3] + g; }"""
     gpu = Gpu()
-    code, module = gpu.driver.cuModuleLoadData(compile_cuda(source))
+    module = ok(gpu.driver.cuModuleLoadData(compile_cuda(source)))
     function = ok(gpu.driver.cuModuleGetFunction(module, b"k"))
     pointer, size = ok(gpu.driver.cuModuleGetGlobal(module, b"g"))
     assert size == 4

@@ -112,7 +112,8 @@ def test_the_last_cta_may_read_what_the_others_published_by_an_atomic():
         __shared__ int last; x[blockIdx.x] = blockIdx.x; __threadfence();
         %s
         __syncthreads();
-        if (last && threadIdx.x == 0) { int t = 0; for (int i = 0; i < gridDim.x; i++) t += x[i]; x[gridDim.x] = t; } }"""
+        if (last && threadIdx.x == 0) {
+            int t = 0; for (int i = 0; i < gridDim.x; i++) t += x[i]; x[gridDim.x] = t; } }"""
     good = source % "if (threadIdx.x == 0) last = atomicAdd(counter, 1) == gridDim.x - 1;"
     gpu = Gpu()
     x = gpu.put(words(8))
@@ -124,7 +125,8 @@ def test_the_last_cta_may_read_what_the_others_published_by_an_atomic():
 
 CP_ASYNC = """extern "C" __global__ void k(int* out, const int* in) {
     __shared__ __align__(16) int s[256]; unsigned a = __cvta_generic_to_shared(s + threadIdx.x * 4);
-    asm volatile("cp.async.cg.shared.global [%%0], [%%1], 16, %%2;" :: "r"(a), "l"(in + threadIdx.x * 4), "r"(threadIdx.x < 40 ? 16 : 8));
+    asm volatile("cp.async.cg.shared.global [%%0], [%%1], 16, %%2;" :: "r"(a), 
+        "l"(in + threadIdx.x * 4), "r"(threadIdx.x < 40 ? 16 : 8));
     asm volatile("cp.async.commit_group;"); %s __syncthreads();
     for (int i = 0; i < 4; i++) out[threadIdx.x * 4 + i] = s[threadIdx.x * 4 + i]; }"""
 

@@ -85,7 +85,8 @@ def test_ldmatrix_gives_each_thread_its_pair_of_each_row(count, trans):
         for (int i = threadIdx.x; i < 256; i += 32) s[i] = in[i];
         __syncthreads();
         unsigned a = __cvta_generic_to_shared(s + threadIdx.x * 8), r[{count}];
-        asm volatile("ldmatrix.sync.aligned.m8n8.x{count}{trans}.shared.b16 {{{names}}}, [%{count}];" : {registers} : "r"(a));
+        asm volatile("ldmatrix.sync.aligned.m8n8.x{count}{trans}.shared.b16 {{{names}}}, [%{count}];"
+            : {registers} : "r"(a));
         for (int i = 0; i < {count}; i++) out[i * 32 + threadIdx.x] = r[i];
     }}"""
     gpu = Gpu()
@@ -174,7 +175,8 @@ def test_mma_multiplies_the_matrices_whose_fragments_the_manual_defines(shape, k
 def test_mma_in_a_partial_warp_is_a_fault():
     source = """extern "C" __global__ void k(float* out) {
         if (threadIdx.x < 16) { float d0, d1, d2, d3; unsigned z = out[0] > 1e9f;
-        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%4,%4,%4}, {%4,%4}, {%0,%1,%2,%3};"
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+            "{%0,%1,%2,%3}, {%4,%4,%4,%4}, {%4,%4}, {%0,%1,%2,%3};"
             : "=f"(d0), "=f"(d1), "=f"(d2), "=f"(d3) : "r"(z));
         out[threadIdx.x] = d0; }
     }"""
