@@ -2,12 +2,14 @@
 
 import time
 
+import grpc
 import numpy as np
 import pytest
 
 from helpers.server import SHAPE
 from helpers.wire import assert_attention, make_queries, make_rows
 from pagedkv.errors import InvalidArgument, PositionMismatch, SequenceExists, SequenceNotFound, TransportError
+from pagedkv.v1 import kv_cache_pb2, kv_cache_pb2_grpc
 
 LAYERS = SHAPE.num_layers
 
@@ -263,3 +265,17 @@ def test_append_whose_caller_has_gone_is_written_all_the_same(client, served, na
     assert client.append(name, keys, values, layer=0, position=0) == 20
     queries = make_queries(1)
     assert_attention(client.attend([name], queries, layer=0), queries, [keys], [values], [1])
+
+
+async def test_pages_go_on_though_the_last_one_listed_is_gone(client, served, name):
+    for index in range(5):
+        client.allocate(f"{name}-{index}")
+    async with grpc.aio.insecure_channel(served.address) as channel:
+        stub = kv_cache_pb2_grpc.KvCacheStub(channel)
+        first = await stub.ListSequences(kv_cache_pb2.ListSequencesRequest(page_size=2))
+        client.free(f"{name}-1")
+        token = first.next_page_token
+        rest = await stub.ListSequences(kv_cache_pb2.ListSequencesRequest(page_size=3, page_token=token))
+    listed = [sequence.sequence_id for page in (first, rest) for sequence in page.sequences]
+    assert listed == [f"{name}-{index}" for index in range(5)]
+    assert rest.next_page_token == ""
