@@ -40,12 +40,12 @@ class CopyQueue:
 
     def _complete(self, owners: Lanes, offsets: Array, data: Array) -> None:
         shared = self.frame.shared
-        span = offsets[:, None] + np.arange(data.shape[1])
-        shared.data[span] = data
-        shared.shadow[span] = checks.INITIALISED
+        words = np.ascontiguousarray(data).view(np.uint32)
+        checks.scatter(shared.words[4], offsets, 2, words)
+        checks.scatter(shared.shadow4, offsets, 2, np.full_like(words, 0x01010101 * checks.INITIALISED))
         cta, warp = owners // self.frame.padded, owners >> 5
         mark = (shared.cta_clock[cta] << 44) | (shared.warp_clock[warp] << 22) | owners
-        shared.writer[(offsets >> 1)[:, None] + np.arange(data.shape[1] // 2)] = mark[:, None]
+        checks.scatter(shared.writer, offsets, 1, np.repeat(mark[:, None], data.shape[1] // 2, axis=1))
 
 
 def bind_cp(frame: Frame, instruction: Instruction, row: int) -> Bound:
@@ -88,7 +88,7 @@ def _bind_copy(frame: Frame, instruction: Instruction, row: int) -> Bound:
         data = np.zeros((lanes.size, nbytes), np.uint8)
         sizes = np.full(lanes.size, nbytes) if count is None else np.broadcast_to(count, frame.num_lanes)[lanes]
         addresses = read_source(lanes)
-        for amount in np.unique(sizes):
+        for amount in np.unique(sizes) if count is not None else (nbytes,):
             chosen = np.flatnonzero(sizes == amount)
             if amount == 0:
                 continue
@@ -97,7 +97,12 @@ def _bind_copy(frame: Frame, instruction: Instruction, row: int) -> Bound:
                 found = access_global(
                     frame, instruction, row, lanes[chosen], addresses[chosen] + start, unit, checks.READ
                 )
-                data[chosen, start : start + unit] = frame.launch.memory.data[found[:, None] + np.arange(unit)]
+                if unit == nbytes:
+                    taken = np.empty((chosen.size, nbytes // 4), np.uint32)
+                    checks.gather(frame.launch.memory.words[4], found, 2, taken)
+                    data[chosen] = taken.view(np.uint8)
+                else:
+                    data[chosen, start] = frame.launch.memory.data[found]
         copies = frame.launch.copies
         copies.pending.append((lanes, offsets, data, copies.group[lanes]))
 

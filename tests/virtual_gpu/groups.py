@@ -106,9 +106,23 @@ class BatchRun:
             stay, lanes = lanes[~holds], lanes[holds]
         if terminator.base == "bra":
             return plan.targets[0], lanes
+        if self._is_plain_barrier(terminator, lanes):
+            self.frame.shared.cta_clock += 1
+            return current + 1, lanes
         if lanes.size:
             self._stop(current, terminator, lanes)
         return current + 1, stay
+
+    def _is_plain_barrier(self, terminator: Instruction, lanes: Lanes) -> bool:
+        """The usual case: all live lanes arrive together at a barrier of their whole CTA."""
+        return (
+            terminator.base in ("bar", "barrier")
+            and lanes.size == self.launch.num_live
+            and not self.num_at_barrier
+            and "sync" in terminator.mods
+            and len(terminator.operands) < 2
+            and not self.arrived.any()
+        )
 
     def _predicate(self, guard: Reg, lanes: Lanes) -> Array:
         values = self.frame.storage(guard.name)
