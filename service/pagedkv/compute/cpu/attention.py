@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from typing import Any, Final
 
 import ml_dtypes
@@ -70,13 +71,19 @@ class Attention:
         self._scratch = np.zeros(workers.num_threads * size + 64, np.uint8)
         self._partials = np.zeros(0, np.float32)
         self._plan: AttentionPlan | None = None
+        self._lock = threading.Lock()
 
     def knows(self, batch: AttentionBatch, window: int | None) -> bool:
         """Whether an equal batch was planned, and so validated, last."""
-        return self._plan is not None and self._plan.serves(batch, window)
+        plan = self._plan
+        return plan is not None and plan.serves(batch, window)
 
     def run(self, layer: int, queries: Any, batch: AttentionBatch, params: AttentionParams) -> AttentionResult:
-        """Attend; all arguments have passed validation."""
+        """Attend; all arguments have passed validation. Any thread may call; calls exclude each other."""
+        with self._lock:
+            return self._run(layer, queries, batch, params)
+
+    def _run(self, layer: int, queries: Any, batch: AttentionBatch, params: AttentionParams) -> AttentionResult:
         if not self.knows(batch, params.window):
             self._plan = make_plan(batch, params.window, self._limits)
         plan = self._plan

@@ -41,6 +41,7 @@ def check_write(layout: KvLayout, layer: int, keys: Any, values: Any, slot_mappi
     check_rows(keys, "keys", shape.num_kv_heads, shape.head_dim)
     check_rows(values, "values", shape.num_kv_heads, shape.head_dim)
     require(len(values) == len(keys), "values", f"must have as many tokens as keys ({len(keys)})", len(values))
+    require(values.dtype == keys.dtype, "values", f"must have the keys' dtype ({keys.dtype})", str(values.dtype))
     _check_integers(slot_mapping, "slot_mapping", (len(keys),))
     _check_range(slot_mapping, "slot_mapping", -1, layout.num_blocks * layout.block_size)
 
