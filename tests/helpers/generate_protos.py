@@ -47,7 +47,9 @@ def find_stale() -> list[str]:
         return sorted(
             name
             for name in names
-            if name not in fresh or not (committed / name).exists() or not filecmp.cmp(fresh[name], committed / name, False)
+            if name not in fresh
+            or not (committed / name).exists()
+            or not filecmp.cmp(fresh[name], committed / name, False)
         )
 
 

@@ -46,9 +46,7 @@ async def serving(
 ) -> AsyncIterator[Serving]:
     """Serve on this event loop until the block ends."""
     backend = make_backend(KvLayout(shape, num_blocks, block_size))
-    cache = CacheManager(
-        CacheConfig(num_blocks, block_size, shape.num_layers, max_sequence_tokens=max_sequence_tokens)
-    )
+    cache = CacheManager(CacheConfig(num_blocks, block_size, shape.num_layers, max_sequence_tokens=max_sequence_tokens))
     engine = make_engine(backend, cache) if make_engine else None
     if engine is not None:
         await engine.start()
