@@ -8,6 +8,7 @@ from pathlib import Path
 
 
 def main() -> int:
+    sys.path.insert(0, str(Path(__file__).parents[1]))  # for the tests' helpers
     names = sorted(path.stem.removesuffix("_bench") for path in Path(__file__).parent.glob("*_bench.py"))
     if len(sys.argv) < 2 or sys.argv[1] not in names:
         print(f"usage: ./run bench {{{'|'.join(names)}}} [OPTIONS]", file=sys.stderr)

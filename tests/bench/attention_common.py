@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from helpers.attention_cases import relative_error
+from helpers.attention_cases import NUMPY_DTYPES, relative_error
 from helpers.oracle import oracle_attention
 from pagedkv.compute.backend import AttentionBatch, AttentionParams
 from pagedkv.compute.cpu.backend import CpuBackend
 from pagedkv.compute.cpu.compile_cache import compile_kernel
+from pagedkv.compute.cpu.pool import allocate_pool
 from pagedkv.compute.cpu.simd import add, hsum, load, load_i64, splat, store_f32
 from pagedkv.compute.cpu.threads import WorkerPool, claim
 from pagedkv.compute.layout import KvLayout
@@ -48,13 +49,13 @@ class Shape:
 class FilledPool:
     """A backend whose every layer holds the shape's sequences on shuffled blocks; calls rotate over the layers."""
 
-    def __init__(self, shape: Shape, dtype: DType, block_size: int, num_threads: int | None = None) -> None:
+    def __init__(self, shape: Shape, dtype: DType, block_size: int, rotation_bytes: int = ROTATION_BYTES) -> None:
         self.shape = shape
-        layers = max(1, -(-ROTATION_BYTES // shape.kv_bytes(dtype)))
+        layers = max(1, -(-rotation_bytes // shape.kv_bytes(dtype)))
         per_sequence = -(-shape.context // block_size)
         kv_shape = KvShape(layers, shape.num_heads, shape.num_kv_heads, shape.head_dim, dtype)
         layout = KvLayout(kv_shape, shape.batch * per_sequence, block_size)
-        self.backend = CpuBackend(layout, num_threads=num_threads)
+        self.backend = CpuBackend(layout)
         rng = np.random.default_rng(0)
         tables = rng.permutation(layout.num_blocks).astype(np.int32).reshape(shape.batch, per_sequence)
         starts = np.arange(shape.batch + 1, dtype=np.int32) * shape.query_len
@@ -100,8 +101,6 @@ class FilledPool:
 
     def stored(self) -> list[npt.NDArray[Any]]:
         """Return keys and values as the pool holds them (quantised pools: before quantisation)."""
-        from helpers.attention_cases import NUMPY_DTYPES
-
         dtype = NUMPY_DTYPES.get(self.backend.layout.shape.dtype, np.float32)
         return [array.astype(dtype) for array in (self.keys, self.values)]
 
@@ -127,8 +126,6 @@ class ReadLimit:
     """Seconds to merely read a number of bytes on all threads, from a buffer larger than the caches."""
 
     def __init__(self, num_threads: int | None = None) -> None:
-        from pagedkv.compute.cpu.pool import allocate_pool
-
         layout = KvLayout(KvShape(1, 8, 8, 128), ROTATION_BYTES // (16 * 8 * 128 * 8), 16)
         self._buffer = allocate_pool(layout)
         self._buffer[:] = 0

@@ -1,0 +1,94 @@
+"""Causal prefill on paged KV, alone and on a context, and with --peers PyTorch: `./run bench prefill`."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from pagedkv.compute.cpu.compile_cache import compile_kernel
+from pagedkv.compute.cpu.simd import add, fma, load_i64, splat, store
+from pagedkv.dtypes import DType
+from tests.bench.attention_common import FilledPool, Shape
+from tests.bench.peers import TorchPeer
+from tests.bench.report import median_p10, print_table, write_result
+
+SHAPES = tuple(
+    Shape(1, length + context, 32, 8, 128, query_len=length) for length in (512, 2048) for context in (0, 4096)
+)
+DTYPES = (DType.FLOAT32, DType.BFLOAT16)
+ROTATION_BYTES = 1 << 27
+COLUMNS = ("queries on context, dtype", "ours ms", "GFLOP/s", "share of FMA peak", "peer ms", "peer / ours")
+_FMAS = 1 << 20
+
+
+def _fma_chains(args: int, thread: int) -> None:
+    """Run 8 independent chains of fused multiply-adds: the machine's float32 limit."""
+    x = splat(np.float32(1.0), 16)
+    a = b = c = d = e = f = g = h = splat(np.float32(0.0), 16)
+    for _ in range(_FMAS):
+        a, b, c, d = fma(x, x, a), fma(x, x, b), fma(x, x, c), fma(x, x, d)
+        e, f, g, h = fma(x, x, e), fma(x, x, f), fma(x, x, g), fma(x, x, h)
+    store(load_i64(args + 16) + 64 * thread, add(add(add(a, b), add(c, d)), add(add(e, f), add(g, h))))
+
+
+def fma_seconds_per_flop(num_threads: int, seconds: float) -> float:
+    return seconds / (num_threads * _FMAS * 8 * 16 * 2)
+
+
+def measure(shape: Shape, dtype: DType, peer: TorchPeer | None, rounds: int) -> dict[str, Any]:
+    """Time one problem in turns with the peer and the peak, after comparing it with the oracle."""
+    import time
+
+    pool = FilledPool(shape, dtype, 16, rotation_bytes=ROTATION_BYTES)
+    error = pool.error()
+    assert error <= 2e-6, f"{shape} {dtype}: error {error:.1e}"
+    if peer:
+        request = {**asdict(shape), "dtype": str(dtype), "rotation_bytes": ROTATION_BYTES}
+        peer.prepare(request, pool.backend.num_threads)
+    kernel, out = compile_kernel(_fma_chains, "fma-chains", (), (__file__,)), np.zeros(32, np.float32)
+    args = np.array([0, 1, out.ctypes.data], np.int64)
+    samples: dict[str, list[float]] = {"ours": [], "peak": [], "peer": []}
+    for _ in range(rounds):
+        samples["ours"].append(1e3 * pool.seconds())
+        start = time.perf_counter()
+        kernel.call(args.ctypes.data, 0)
+        per_flop = fma_seconds_per_flop(1, time.perf_counter() - start) / pool.backend.num_threads
+        samples["peak"].append(1e3 * per_flop * shape.flops())
+        if peer:
+            samples["peer"].append(1e3 * peer.seconds())
+    pool.close()
+    timings = {name: median_p10(values)._asdict() for name, values in samples.items() if values}
+    return {
+        "shape": asdict(shape),
+        "dtype": str(dtype),
+        "error": error,
+        "milliseconds": timings,
+        "gflops": shape.flops() / timings["ours"]["median"] / 1e6,
+    }
+
+
+def row(result: dict[str, Any]) -> list[object]:
+    timings, shape = result["milliseconds"], result["shape"]
+    ours, peer = timings["ours"]["median"], timings.get("peer", {}).get("median")
+    label = f"{shape['query_len']} on {shape['context'] - shape['query_len']}, {result['dtype']}"
+    share = timings["peak"]["median"] / ours
+    return [label, ours, result["gflops"], share, peer or "-", peer / ours if peer else "-"]
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="./run bench prefill", description=__doc__)
+    parser.add_argument("--peers", action="store_true", help="time PyTorch too, in an environment made for it")
+    parser.add_argument("--rounds", type=int, default=9, help="timed calls of each")
+    options = parser.parse_args(argv)
+    peer = TorchPeer() if options.peers else None
+    results = [measure(shape, dtype, peer, options.rounds) for dtype in DTYPES for shape in SHAPES]
+    name = peer.name if peer else "none asked for"
+    title = f"Causal prefill, 32 heads, 8 KV heads, head dim 128, block size 16; peer: {name}"
+    print_table(title, COLUMNS, [row(item) for item in results])
+    print(write_result("prefill", {"peer": name, "block_size": 16, "results": results}))
+    if peer:
+        peer.close()
+    return 0
