@@ -1,0 +1,184 @@
+// Paged attention on tensor cores (mma.sync m16n8k16), for float16 and bfloat16 storage.
+//
+// Grid: (query tiles, KV heads, partitions); each warp owns 16 rows of the query tile, all warps share the K and V
+// tiles, which stream through a double buffer by cp.async. Scores and outputs stay in registers; the accumulator of
+// q.k is, element for element, the first operand of the product with V. The queries are float32: in bfloat16 they are
+// split into a high and a low part (two products), in float16 one rounding of 2^-11 is left.
+//
+// -D HEAD_DIM STORAGE (1 or 2) NUM_WARPS NUM_ROWS=16*NUM_WARPS TILE_TOKENS
+#include "attend.cuh"
+
+constexpr int kSteps = HEAD_DIM / 16;
+constexpr int kParts = STORAGE == BFLOAT16 ? 2 : 1;
+constexpr bool kKeepQuery = HEAD_DIM <= 128;  // longer rows do not fit the registers: read again for each tile
+
+__device__ __forceinline__ void multiply(float (&c)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
+    if constexpr (STORAGE == FLOAT16)
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                     : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    else
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                     : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ void load_matrices(uint32 (&r)[4], uint32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
+}
+
+__device__ __forceinline__ void load_matrices_transposed(uint32 (&r)[4], uint32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
+}
+
+// One 16 x 16 step of this warp's queries as operand A; `upper` and `lower` are this lane's two rows or null.
+__device__ __forceinline__ void load_query(uint32 (&fragment)[kParts][4], const float* upper, const float* lower,
+                                           int step) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const float* row = i & 1 ? lower : upper;
+        const int column = step * 16 + (i >> 1) * 8 + (threadIdx.x & 3) * 2;
+        float2 pair = make_float2(0.0f, 0.0f);
+        if (row) pair = *reinterpret_cast<const float2*>(row + column);
+        fragment[0][i] = pack<STORAGE>(pair.x, pair.y);
+        if constexpr (kParts == 2) {
+            const float x = unpack<STORAGE>(fragment[0][i] & 0xFFFFu), y = unpack<STORAGE>(fragment[0][i] >> 16);
+            fragment[kParts - 1][i] = pack<STORAGE>(pair.x - x, pair.y - y);
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads) attend_mma(ATTEND_PARAMETERS) {
+    extern __shared__ __align__(16) uint8 stages[];
+    const int kv_head = blockIdx.y, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const Work work =
+        find_work(tiles, context_lens, query_starts, num_heads, num_kv_heads, min_partition, window);
+    const int* table = block_tables + work.sequence * table_stride;
+    const uint8* head_base = pool + kv_head * head_stride;
+
+    if (work.begin < work.end)
+        load_tile(stages, head_base, table, work.begin, work.end, block_stride, value_stride, 0, 0, block_shift);
+
+    SoftmaxState states[2];  // this lane's rows: lane / 4 and lane / 4 + 8; `sum` holds this lane's columns only
+    const float* query_rows[2];
+    int positions[2];
+    float slopes[2];
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const int row = warp * 16 + (lane >> 2) + r * 8;
+        const bool is_live = row < work.num_rows;
+        query_rows[r] = is_live ? queries + work.output_row(row, kv_head, num_heads) * HEAD_DIM : nullptr;
+        positions[r] = is_live ? work.position(row) : -1;
+        slopes[r] = is_live && alibi_slopes ? alibi_slopes[work.head(row, kv_head)] : 0.0f;
+        states[r].init();
+        if (sinks && blockIdx.z == 0 && is_live) {
+            states[r].max = sinks[work.head(row, kv_head)] * kLog2E;
+            states[r].sum = states[r].max == kNegativeInfinity || (lane & 3) ? 0.0f : 1.0f;
+        }
+    }
+    uint32 query[kKeepQuery ? kSteps : 1][kParts][4];
+    if constexpr (kKeepQuery) {
+#pragma unroll
+        for (int step = 0; step < kSteps; step++) load_query(query[step], query_rows[0], query_rows[1], step);
+    }
+    float output[HEAD_DIM / 8][4];
+#pragma unroll
+    for (int n = 0; n < HEAD_DIM / 8; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) output[n][i] = 0.0f;
+
+    int stage = 0;
+    for (int first = work.begin; first < work.end; first += TILE_TOKENS, stage ^= 1) {
+        const uint32 keys = shared_address(stages + stage * kStageBytes), values = keys + kTileBytes;
+        wait_copies();
+        __syncthreads();  // the tile is there, and nobody reads the other stage any more
+        if (first + TILE_TOKENS < work.end)
+            load_tile(stages + (stage ^ 1) * kStageBytes, head_base, table, first + TILE_TOKENS, work.end,
+                      block_stride, value_stride, 0, 0, block_shift);
+
+        float scores[TILE_TOKENS / 8][4];
+#pragma unroll
+        for (int n = 0; n < TILE_TOKENS / 8; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) scores[n][i] = 0.0f;
+        // matrices of an ldmatrix.x4: tokens 0-7 and 8-15, each with the step's dims 0-7 and 8-15
+        const uint32 key_lane = ((lane & 7) + (lane >> 4) * 8) * kRowStride + ((lane >> 3) & 1) * 16;
+#pragma unroll
+        for (int step = 0; step < kSteps; step++) {
+            if constexpr (!kKeepQuery) load_query(query[0], query_rows[0], query_rows[1], step);
+            const auto& a = query[kKeepQuery ? step : 0];
+#pragma unroll
+            for (int n = 0; n < TILE_TOKENS / 8; n += 2) {
+                uint32 b[4];
+                load_matrices(b, keys + key_lane + n * 8 * kRowStride + step * 32);
+#pragma unroll
+                for (int part = 0; part < kParts; part++) {
+                    multiply(scores[n], a[part], b[0], b[1]);
+                    multiply(scores[n + 1], a[part], b[2], b[3]);
+                }
+            }
+        }
+
+        float best[2] = {kNegativeInfinity, kNegativeInfinity};
+#pragma unroll
+        for (int n = 0; n < TILE_TOKENS / 8; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const int key = first + n * 8 + (lane & 3) * 2 + (i & 1);
+                scores[n][i] = transform_score(scores[n][i], key, positions[i >> 1], work.end, window, scale,
+                                               soft_cap, slopes[i >> 1]);
+                best[i >> 1] = fmaxf(best[i >> 1], scores[n][i]);
+            }
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            best[r] = fmaxf(best[r], __shfl_xor_sync(~0u, best[r], 1));
+            best[r] = fmaxf(best[r], __shfl_xor_sync(~0u, best[r], 2));
+            const float factor = states[r].raise(best[r]);
+#pragma unroll
+            for (int n = 0; n < HEAD_DIM / 8; n++) output[n][2 * r] *= factor, output[n][2 * r + 1] *= factor;
+        }
+#pragma unroll
+        for (int n = 0; n < TILE_TOKENS / 8; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                scores[n][i] = states[i >> 1].weight(scores[n][i]);
+                states[i >> 1].sum += scores[n][i];
+            }
+
+        // matrices of an ldmatrix.x4.trans: tokens 0-7 and 8-15 of dims 0-7, then of dims 8-15
+        const uint32 value_lane = (lane & 15) * kRowStride + (lane >> 4) * 16;
+#pragma unroll
+        for (int step = 0; step < TILE_TOKENS / 16; step++) {
+            const uint32 a[4] = {
+                pack<STORAGE>(scores[2 * step][0], scores[2 * step][1]),
+                pack<STORAGE>(scores[2 * step][2], scores[2 * step][3]),
+                pack<STORAGE>(scores[2 * step + 1][0], scores[2 * step + 1][1]),
+                pack<STORAGE>(scores[2 * step + 1][2], scores[2 * step + 1][3]),
+            };
+#pragma unroll
+            for (int n = 0; n < HEAD_DIM / 8; n += 2) {
+                uint32 b[4];
+                load_matrices_transposed(b, values + value_lane + step * 16 * kRowStride + n * 16);
+                multiply(output[n], a, b[0], b[1]);
+                multiply(output[n + 1], a, b[2], b[3]);
+            }
+        }
+    }
+
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        states[r].sum += __shfl_xor_sync(~0u, states[r].sum, 1);
+        states[r].sum += __shfl_xor_sync(~0u, states[r].sum, 2);
+        const int row = warp * 16 + (lane >> 2) + r * 8;
+        if (row >= work.num_rows) continue;
+        const int64 at = blockIdx.z * num_queries * num_heads + work.output_row(row, kv_head, num_heads);
+        if ((lane & 3) == 0) lses[at] = states[r].lse();
+        const float factor = states[r].normalizer();
+#pragma unroll
+        for (int n = 0; n < HEAD_DIM / 8; n++)
+            *reinterpret_cast<float2*>(outputs + at * HEAD_DIM + n * 8 + (lane & 3) * 2) =
+                make_float2(output[n][2 * r] * factor, output[n][2 * r + 1] * factor);
+    }
+}
