@@ -85,7 +85,7 @@ class KvOps(Protocol):
     layout: KvLayout
 
     def write_kv(self, layer: int, keys: Tensor, values: Tensor, slot_mapping: Int64Array) -> None:
-        """Store K and V [num_tokens, num_kv_heads, head_dim] (float32, float16 or bfloat16) at their slots; -1 skips."""
+        """Store K and V [num_tokens, num_kv_heads, head_dim] (float32, float16, bfloat16) at their slots; -1 skips."""
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, (source, destination) each, as if all sources were read first."""
