@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import time
 from dataclasses import asdict
 from typing import Any
 
@@ -37,6 +38,7 @@ def measure(shape: Shape, dtype: DType, limit: ReadLimit, peer: TorchPeer | None
         samples["limit"].append(1e3 * limit.seconds(shape.kv_bytes(dtype)))
         if peer is not None and has_peer:
             samples["peer"].append(1e3 * peer.seconds())
+            time.sleep(0.02)  # its idle threads spin for a while, which the next turns must not pay for
     pool.close()
     timings = {name: median_p10(values)._asdict() for name, values in samples.items() if values}
     return {"shape": asdict(shape), "dtype": str(dtype), "error": error, "milliseconds": timings}

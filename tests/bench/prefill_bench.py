@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import time
 from dataclasses import asdict
 from typing import Any
 
@@ -40,8 +41,6 @@ def fma_seconds_per_flop(num_threads: int, seconds: float) -> float:
 
 def measure(shape: Shape, dtype: DType, peer: TorchPeer | None, rounds: int) -> dict[str, Any]:
     """Time one problem in turns with the peer and the peak, after comparing it with the oracle."""
-    import time
-
     pool = FilledPool(shape, dtype, 16, rotation_bytes=ROTATION_BYTES)
     error = pool.error()
     assert error <= 2e-6, f"{shape} {dtype}: error {error:.1e}"
@@ -59,6 +58,7 @@ def measure(shape: Shape, dtype: DType, peer: TorchPeer | None, rounds: int) -> 
         samples["peak"].append(1e3 * per_flop * shape.flops())
         if peer:
             samples["peer"].append(1e3 * peer.seconds())
+            time.sleep(0.02)  # its idle threads spin for a while, which the next turns must not pay for
     pool.close()
     timings = {name: median_p10(values)._asdict() for name, values in samples.items() if values}
     return {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Callable
 from typing import Any, Final
 
 import ml_dtypes
@@ -12,7 +13,15 @@ import numpy.typing as npt
 
 from pagedkv.compute.backend import AttentionBatch, AttentionParams, AttentionResult
 from pagedkv.compute.cpu import attention_args as at
-from pagedkv.compute.cpu import attention_kernel, attention_softmax, attention_steps, attention_tiles, simd, threads
+from pagedkv.compute.cpu import (
+    attention_kernel,
+    attention_softmax,
+    attention_steps,
+    attention_tiles,
+    simd,
+    threads,
+    validation,
+)
 from pagedkv.compute.cpu.attention_plan import AttentionPlan, PlanLimits, make_plan
 from pagedkv.compute.cpu.compile_cache import Kernel, compile_kernel
 from pagedkv.compute.cpu.features import Isa
@@ -72,22 +81,34 @@ class Attention:
         self._partials = np.zeros(0, np.float32)
         self._plan: AttentionPlan | None = None
         self._lock = threading.Lock()
+        self._layer_bytes = layout.layer_stride * layout.shape.dtype.itemsize
+        self._fixed_args = self._make_fixed_args()
 
-    def knows(self, batch: AttentionBatch, window: int | None) -> bool:
-        """Whether an equal batch was planned, and so validated, last."""
-        plan = self._plan
-        return plan is not None and plan.serves(batch, window)
+    def run(
+        self,
+        layer: int,
+        queries: Any,
+        batch: AttentionBatch,
+        params: AttentionParams,
+        check_batch: Callable[[AttentionBatch, int | None], None],
+    ) -> AttentionResult:
+        """Attend; all arguments but a new batch have passed validation. Any thread may call; calls exclude each other.
 
-    def run(self, layer: int, queries: Any, batch: AttentionBatch, params: AttentionParams) -> AttentionResult:
-        """Attend; all arguments have passed validation. Any thread may call; calls exclude each other."""
+        A batch that is not the last one again goes through `check_batch` first.
+        """
         with self._lock:
-            return self._run(layer, queries, batch, params)
+            is_known = self._plan is not None and self._plan.serves(batch, params.window)
+            if not is_known:
+                check_batch(batch, params.window)
+            validation.check_num_queries(batch, queries)
+            return self._run(layer, queries, batch, params, is_known)
 
-    def _run(self, layer: int, queries: Any, batch: AttentionBatch, params: AttentionParams) -> AttentionResult:
-        if not self.knows(batch, params.window):
-            self._plan = make_plan(batch, params.window, self._limits)
+    def _run(
+        self, layer: int, queries: Any, batch: AttentionBatch, params: AttentionParams, is_known: bool
+    ) -> AttentionResult:
         plan = self._plan
-        assert plan is not None
+        if not is_known or plan is None:
+            plan = self._plan = make_plan(batch, params.window, self._limits)
         queries = np.ascontiguousarray(queries)
         output = np.empty(queries.shape, np.float32)
         lse = np.empty(queries.shape[:2], np.float32)
@@ -105,19 +126,27 @@ class Attention:
     def _args(
         self, layer: int, queries: npt.NDArray[Any], params: AttentionParams, plan: AttentionPlan
     ) -> npt.NDArray[np.int64]:
-        layout, shape = self._layout, self._layout.shape
-        item = shape.dtype.itemsize
-        args = np.zeros(at.NUM_WORDS, np.int64)
+        shape = self._layout.shape
+        args = self._fixed_args.copy()
         scale = shape.head_dim**-0.5 if params.scale is None else params.scale
         floats = args.view(np.float64)
         floats[at.SCORE_SCALE // 8] = scale / params.soft_cap if params.soft_cap else scale * _LOG2_E
         floats[at.SOFT_CAP // 8] = params.soft_cap * _LOG2_E if params.soft_cap else 0.0
+        args[1] = len(plan.records) * shape.num_kv_heads
+        args[at.POOL // 8] += layer * self._layer_bytes
+        args[at.QUERIES // 8] = queries.ctypes.data
+        args[at.QUERY_KIND // 8] = ARRAY_KINDS[queries.dtype]
+        args[at.ITEMS // 8] = plan.records.ctypes.data
+        args[at.WINDOW // 8] = _NO_WINDOW if params.window is None else params.window
+        args[at.PARTIALS // 8] = self._partials_address(plan.num_parts)
+        return args
+
+    def _make_fixed_args(self) -> npt.NDArray[np.int64]:
+        """Return the argument words that every call shares."""
+        layout, shape = self._layout, self._layout.shape
+        item = shape.dtype.itemsize
         words = {
-            8: len(plan.records) * shape.num_kv_heads,
-            at.POOL: self._pool_address + layer * layout.layer_stride * item,
-            at.QUERIES: queries.ctypes.data,
-            at.QUERY_KIND: ARRAY_KINDS[queries.dtype],
-            at.ITEMS: plan.records.ctypes.data,
+            at.POOL: self._pool_address,
             at.NUM_KV_HEADS: shape.num_kv_heads,
             at.GROUP_SIZE: shape.group_size,
             at.HEAD_DIM: shape.head_dim,
@@ -126,13 +155,12 @@ class Attention:
             at.VALUE_BYTES: layout.value_stride * item,
             at.HEAD_BYTES: layout.head_stride * item,
             at.SCALE_BYTES: layout.scale_offset * item,
-            at.WINDOW: _NO_WINDOW if params.window is None else params.window,
             at.CHUNK_TOKENS: self._chunk_tokens,
             at.MAX_ROWS: self._max_rows,
             at.SCRATCH: -(-self._scratch.ctypes.data // 64) * 64,
             at.SCRATCH_BYTES: self._scratch_bytes,
-            at.PARTIALS: self._partials_address(plan.num_parts),
         }
+        args = np.zeros(at.NUM_WORDS, np.int64)
         for offset, value in words.items():
             args[offset // 8] = value
         return args

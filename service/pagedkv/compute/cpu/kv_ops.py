@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -30,6 +31,8 @@ class CpuKvOps:
         self._blocks = self._pool.reshape(layout.num_blocks, layout.block_bytes)
         self._kernels: dict[str, Kernel] = {}
         self._attention: Attention | None = None
+        self._layer_bytes = layout.layer_stride * layout.shape.dtype.itemsize
+        self._write_args = self._make_write_args()
 
     def kernel_makers(self) -> dict[str, Callable[[], Kernel]]:
         """Return a name and a maker for each kernel that these operations use."""
@@ -53,18 +56,24 @@ class CpuKvOps:
         validation.check_write(self.layout, layer, keys, values, slot_mapping)
         if not len(keys):
             return
-        layout, shape = self.layout, self.layout.shape
-        item = shape.dtype.itemsize
         keys, values = np.ascontiguousarray(keys), np.ascontiguousarray(values)
         slots = np.ascontiguousarray(slot_mapping, dtype=np.int64)
+        args = self._write_args.copy()
+        args[1] = -(-len(keys) // write_kernel.ITEM_TOKENS)
+        args[write_kernel.POOL // 8] += layer * self._layer_bytes
+        args[write_kernel.KEYS // 8] = keys.ctypes.data
+        args[write_kernel.VALUES // 8] = values.ctypes.data
+        args[write_kernel.SOURCE_KIND // 8] = ARRAY_KINDS[keys.dtype]
+        args[write_kernel.SLOTS // 8] = slots.ctypes.data
+        args[write_kernel.NUM_TOKENS // 8] = len(keys)
+        self._workers.run(self._kernel("write"), args)
+
+    def _make_write_args(self) -> npt.NDArray[np.int64]:
+        """Return the argument words that every write shares."""
+        layout, shape = self.layout, self.layout.shape
+        item = shape.dtype.itemsize
         words = {
-            8: -(-len(keys) // write_kernel.ITEM_TOKENS),
-            write_kernel.POOL: self._pool.ctypes.data + layer * layout.layer_stride * item,
-            write_kernel.KEYS: keys.ctypes.data,
-            write_kernel.VALUES: values.ctypes.data,
-            write_kernel.SOURCE_KIND: ARRAY_KINDS[keys.dtype],
-            write_kernel.SLOTS: slots.ctypes.data,
-            write_kernel.NUM_TOKENS: len(keys),
+            write_kernel.POOL: self._pool.ctypes.data,
             write_kernel.NUM_KV_HEADS: shape.num_kv_heads,
             write_kernel.HEAD_DIM: shape.head_dim,
             write_kernel.BLOCK_SIZE: layout.block_size,
@@ -73,7 +82,7 @@ class CpuKvOps:
             write_kernel.HEAD_BYTES: layout.head_stride * item,
             write_kernel.SCALE_BYTES: layout.scale_offset * item,
         }
-        self._workers.run(self._kernel("write"), _args(write_kernel.NUM_WORDS, words))
+        return _args(write_kernel.NUM_WORDS, words)
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """See `KvOps.copy_blocks`; two different sources for one destination are refused."""
@@ -89,10 +98,8 @@ class CpuKvOps:
             kernel = self._kernel("attend")
             self._attention = Attention(self.layout, self._pool.ctypes.data, kernel, self._workers)
         validation.check_call(self.layout, layer, queries, params)
-        if not self._attention.knows(batch, params.window):
-            validation.check_batch(self.layout, batch, params.window)
-        validation.check_num_queries(batch, queries)
-        return self._attention.run(layer, queries, batch, params)
+        check_batch = partial(validation.check_batch, self.layout)
+        return self._attention.run(layer, queries, batch, params, check_batch)
 
     def merge_states(self, outputs: Any, lses: Any) -> AttentionResult:
         """See `KvOps.merge_states`."""

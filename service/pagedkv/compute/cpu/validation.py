@@ -26,6 +26,8 @@ def check_layer(layout: KvLayout, layer: int) -> None:
 
 def check_rows(array: Any, field: str, num_heads: int, head_dim: int) -> None:
     """Refuse anything but an array [num_tokens, num_heads, head_dim] of a float type that kernels read."""
+    if isinstance(array, np.ndarray) and array.shape[1:] == (num_heads, head_dim) and array.dtype in SOURCE_DTYPES:
+        return
     require(isinstance(array, np.ndarray), field, "must be a NumPy array", type(array).__name__)
     expected = f"[num_tokens, {num_heads}, {head_dim}]"
     fits = array.ndim == 3 and array.shape[1:] == (num_heads, head_dim)
