@@ -10,14 +10,14 @@ ROW = re.compile(r"^\| ([A-Z]{2}-\d\d) \| [^|]+ \| .+ \| ([^|]+) \|$", re.MULTIL
 ID_IN_NAME = re.compile(r"(ba|pc|kn|sc|sd|gn|tk|gr|mt|ld|rt)_?(\d\d)(?=_|$)")
 
 
-def tested_ids() -> set[str]:
+def find_tested() -> set[str]:
     names = [name for path in TESTS.rglob("test_*.py") for name in re.findall(r"def (test_\w+)", path.read_text())]
     return {f"{kind.upper()}-{number}" for name in names for kind, number in ID_IN_NAME.findall(name)}
 
 
 def test_cases_each_has_a_test_or_a_reason():
     listed = dict(ROW.findall((TESTS / "cases.md").read_text()))
-    tested = tested_ids()
+    tested = find_tested()
     assert len(listed) > 100
     assert {name for name, status in listed.items() if status == "test"} == tested & set(listed)
     assert tested <= set(listed), "a test names a case that the list does not have"
