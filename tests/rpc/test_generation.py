@@ -121,6 +121,18 @@ async def test_bad_options_are_refused_by_field():
         assert (await collect(client.generate("a", max_tokens=2)))[-1].num_output_tokens == 2
 
 
+async def test_empty_text_is_refused_though_the_tokenizer_makes_a_token_of_it():
+    class BeginningTokenizer(TextTokenizer):
+        def encode(self, text, **options):
+            return [1, *super().encode(text)]
+
+    async with generation(tokenizer=BeginningTokenizer()) as (_, client):
+        with pytest.raises(errors.InvalidArgument) as caught:
+            await collect(client.generate(""))
+        assert caught.value.field == "prompt"
+        assert (await collect(client.generate("a", max_tokens=1)))[-1].num_prompt_tokens == 2
+
+
 async def test_request_without_a_prompt_is_refused_by_the_server():
     async with generation() as (served, _), grpc.aio.insecure_channel(served.address) as channel:
         stub = generation_pb2_grpc.GenerationStub(channel)

@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc
 
+from pagedkv.config import require
 from pagedkv.engine import (
     Engine,
     FinishReason,
@@ -80,6 +81,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         if kind == "tokens":
             return list(request.tokens.token_ids)
         if kind == "text":
+            require(bool(request.text.text), "prompt", "must not be empty", "")  # some tokenizers make one token of it
             return self._tokenizer.encode(request.text.text)
         if kind == "chat":
             messages = [{"role": turn.role, "content": turn.content} for turn in request.chat.messages]
