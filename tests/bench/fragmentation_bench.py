@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--step-seconds", type=float, default=0.03, help="how long a step of a CSV trace takes")
     parser.add_argument("--out", type=Path, default=Path("tests/bench/results"))
     options = parser.parse_args(argv)
-    console = Console(width=110)
+    console = Console(width=130)
     try:
         studies = _studies(options)
     except (TraceError, OSError) as error:
@@ -76,7 +76,7 @@ def _print_table(console: Console, title: str, trace: Sequence[TraceRequest], ro
         table.add_column(heading, justify="right")
     for row in rows:
         shares = [f"{100 * row.shares[cause]:.1f}" for cause in CAUSES]
-        paper = f"{PAPER[row.name]:.1f}" if row.name in PAPER else ""
+        paper = f"{PAPER[row.name]:.1f}" if row.name in PAPER and title.startswith("sharegpt") else ""
         counts = (row.peak_concurrent, row.num_refusals, row.num_preemptions, row.num_steps)
         table.add_row(row.name, shares[0], paper, *shares[1:], f"{row.mean_concurrent:.1f}", *map(str, counts))
     console.print(table)
