@@ -58,13 +58,12 @@ def _dashboard_providers() -> dict[str, Any]:
 
 
 def _compose() -> dict[str, Any]:
-    serve = "bash -c './run setup core && exec .venv/bin/pagedkv serve smollm2 --host 0.0.0.0 --insecure'"
+    serve = "bash -c 'pip install -q /src && exec pagedkv serve smollm2 --host 0.0.0.0 --insecure'"
     return {
         "services": {
             "pagedkv": {
                 "image": "python:3.11-slim",
-                "working_dir": "/src",
-                "volumes": ["..:/src"],
+                "volumes": ["..:/src:ro", "models:/root/.cache"],
                 "command": serve,
                 "ports": ["127.0.0.1:50051:50051", "127.0.0.1:9400:9400"],
             },
@@ -83,7 +82,8 @@ def _compose() -> dict[str, Any]:
                 ],
                 "ports": ["127.0.0.1:3000:3000"],
             },
-        }
+        },
+        "volumes": {"models": {}},
     }
 
 
