@@ -17,7 +17,7 @@ constexpr int kPasses = (TILE_TOKENS + kTokensPerPass - 1) / kTokensPerPass;
 constexpr int kScoreStride = TILE_TOKENS + 8;
 constexpr int kRowsPerWarp = (NUM_ROWS + NUM_WARPS - 1) / NUM_WARPS;
 
-constexpr int power_below(int value) { return value >= 32 ? 32 : value >= 16 ? 16 : value >= 8 ? 8 : value >= 4 ? 4 : 2; }
+__device__ constexpr int power_below(int value) { return value >= 32 ? 32 : value >= 16 ? 16 : value >= 8 ? 8 : value >= 4 ? 4 : 2; }
 constexpr int kGroups = power_below(kThreads / kPieces);  // thread groups, each with its own tokens
 constexpr int kTokensPerGroup = TILE_TOKENS / kGroups;
 constexpr int kTokensPerRead = kTokensPerGroup >= 4 ? 4 : kTokensPerGroup;
@@ -98,7 +98,7 @@ __device__ __forceinline__ void add_values(const uint8* values, const float* wei
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) attend(ATTEND_PARAMETERS) {
+extern "C" __global__ void __launch_bounds__(kThreads, 1) attend(ATTEND_PARAMETERS) {
     extern __shared__ __align__(16) uint8 stages[];  // two stages; at the end the parts of the outputs
     __shared__ __align__(16) float query[NUM_ROWS * HEAD_DIM];
     __shared__ __align__(16) float scores[NUM_ROWS * kScoreStride];
@@ -126,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) attend(ATTEND_PARAMETERS)
         states[r].init();
         if (sinks && blockIdx.z == 0 && row < work.num_rows) {
             states[r].max = sinks[work.head(row, kv_head)] * kLog2E;
-            states[r].sum = states[r].max == kNegativeInfinity ? 0.0f : 1.0f;
+            states[r].sum = states[r].max == NEGATIVE_INFINITY ? 0.0f : 1.0f;
         }
     }
     float outputs_part[NUM_ROWS][kElements];
@@ -158,7 +158,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) attend(ATTEND_PARAMETERS)
             }
             const int position = work.position(row);
             const float slope = alibi_slopes ? alibi_slopes[work.head(row, kv_head)] : 0.0f;
-            float best = kNegativeInfinity;
+            float best = NEGATIVE_INFINITY;
             for (int t = lane; t < TILE_TOKENS; t += 32) {
                 float product = scores[row * kScoreStride + t];
                 if constexpr (STORAGE == FLOAT8) product *= key_scales[t];

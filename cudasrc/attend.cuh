@@ -78,7 +78,7 @@ __device__ __forceinline__ void load_tile(uint8* stage, const uint8* head_base, 
                                           int64 value_scale_delta, int block_shift) {
     const int block_mask = (1 << block_shift) - 1;
     const uint32 keys = shared_address(stage), values = keys + kTileBytes;
-#pragma unroll
+#pragma unroll 4
     for (int start = 0; start < TILE_TOKENS * kRowPieces; start += kThreads) {
         const int item = start + threadIdx.x;
         if (TILE_TOKENS * kRowPieces % kThreads != 0 && item >= TILE_TOKENS * kRowPieces) break;
@@ -110,5 +110,5 @@ __device__ __forceinline__ float transform_score(float product, int key, int pos
     if (soft_cap > 0.0f) score = soft_cap * tanhf(score / soft_cap);
     score += slope * (float)(key - position);
     const bool visible = key <= position && key < end && (window <= 0 || key > position - window);
-    return visible ? score * kLog2E : kNegativeInfinity;
+    return visible ? score * kLog2E : NEGATIVE_INFINITY;
 }

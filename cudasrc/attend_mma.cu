@@ -50,7 +50,7 @@ __device__ __forceinline__ void load_query(uint32 (&fragment)[kParts][4], const 
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) attend_mma(ATTEND_PARAMETERS) {
+extern "C" __global__ void __launch_bounds__(kThreads, 1) attend_mma(ATTEND_PARAMETERS) {
     extern __shared__ __align__(16) uint8 stages[];
     const int kv_head = blockIdx.y, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const Work work =
@@ -75,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) attend_mma(ATTEND_PARAMET
         states[r].init();
         if (sinks && blockIdx.z == 0 && is_live) {
             states[r].max = sinks[work.head(row, kv_head)] * kLog2E;
-            states[r].sum = states[r].max == kNegativeInfinity || (lane & 3) ? 0.0f : 1.0f;
+            states[r].sum = states[r].max == NEGATIVE_INFINITY || (lane & 3) ? 0.0f : 1.0f;
         }
     }
     uint32 query[kKeepQuery ? kSteps : 1][kParts][4];
@@ -105,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) attend_mma(ATTEND_PARAMET
             for (int i = 0; i < 4; i++) scores[n][i] = 0.0f;
         // matrices of an ldmatrix.x4: tokens 0-7 and 8-15, each with the step's dims 0-7 and 8-15
         const uint32 key_lane = ((lane & 7) + (lane >> 4) * 8) * kRowStride + ((lane >> 3) & 1) * 16;
-#pragma unroll
+#pragma unroll(kKeepQuery ? kSteps : 1)
         for (int step = 0; step < kSteps; step++) {
             if constexpr (!kKeepQuery) load_query(query[0], query_rows[0], query_rows[1], step);
             const auto& a = query[kKeepQuery ? step : 0];
@@ -121,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) attend_mma(ATTEND_PARAMET
             }
         }
 
-        float best[2] = {kNegativeInfinity, kNegativeInfinity};
+        float best[2] = {NEGATIVE_INFINITY, NEGATIVE_INFINITY};
 #pragma unroll
         for (int n = 0; n < TILE_TOKENS / 8; n++)
 #pragma unroll

@@ -14,11 +14,11 @@ typedef long long int64;
 #define BFLOAT16 2
 #define FLOAT8 3
 
-constexpr float kNegativeInfinity = -__builtin_huge_valf();
+#define NEGATIVE_INFINITY __int_as_float(0xFF800000)  // INFINITY is not defined at run-time compilation
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 
-constexpr int storage_bytes(int storage) { return storage == FLOAT32 ? 4 : storage == FLOAT8 ? 1 : 2; }
+__device__ constexpr int storage_bytes(int storage) { return storage == FLOAT32 ? 4 : storage == FLOAT8 ? 1 : 2; }
 
 __device__ __forceinline__ float float_from_half(uint32 bits) {
     float value;
@@ -59,7 +59,7 @@ __device__ __forceinline__ float unpack(uint32 bits16) {
 }
 
 // What a thread reads in one access of at most 16 bytes: 4 float32, or 8 of a smaller type.
-constexpr int lane_elements(int storage) { return storage == FLOAT32 ? 4 : 8; }
+__device__ constexpr int lane_elements(int storage) { return storage == FLOAT32 ? 4 : 8; }
 
 template <int kStorage>
 __device__ __forceinline__ void load_elements(const void* address, float (&values)[lane_elements(kStorage)]) {

@@ -25,7 +25,7 @@ extern "C" __global__ void sample(const float* __restrict__ logits,        // [g
     __shared__ int ids[32];
     const float temperature = temperatures[blockIdx.x];
     const uint64 seed = seeds[blockIdx.x];
-    float value = kNegativeInfinity;
+    float value = NEGATIVE_INFINITY;
     int id = 0x7FFFFFFF;
     for (int i = threadIdx.x; i < vocab_size; i += blockDim.x) {
         float score = logits[blockIdx.x * vocab_size + i];

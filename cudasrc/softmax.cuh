@@ -7,7 +7,7 @@ struct SoftmaxState {
     float max;  // of the scores times log2(e); -inf while nothing was seen
     float sum;  // of exp2(score - max)
 
-    __device__ __forceinline__ void init() { max = kNegativeInfinity, sum = 0.0f; }
+    __device__ __forceinline__ void init() { max = NEGATIVE_INFINITY, sum = 0.0f; }
 
     // Take in a new maximum; return the factor that all sums and outputs gathered so far must be scaled by.
     __device__ __forceinline__ float raise(float seen) {
@@ -19,14 +19,14 @@ struct SoftmaxState {
 
     // exp2 of a score relative to the maximum; a masked score (-inf) weighs nothing, even before any maximum.
     __device__ __forceinline__ float weight(float score) const {
-        return score == kNegativeInfinity ? 0.0f : exp2f(score - max);
+        return score == NEGATIVE_INFINITY ? 0.0f : exp2f(score - max);
     }
 
     __device__ __forceinline__ float normalizer() const { return sum > 0.0f ? 1.0f / sum : 0.0f; }
 
     // Natural logarithm of the sum of exponentials.
     __device__ __forceinline__ float lse() const {
-        return sum > 0.0f ? max * kLn2 + logf(sum) : kNegativeInfinity;
+        return sum > 0.0f ? max * kLn2 + logf(sum) : NEGATIVE_INFINITY;
     }
 };
 

@@ -1,0 +1,102 @@
+"""The CUDA backend: a page pool on a GPU with its operations and its ordered queue."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from pagedkv.compute.cuda.array import DeviceArray
+from pagedkv.compute.cuda.compiler import Compiler
+from pagedkv.compute.cuda.dense_ops import CudaDenseOps
+from pagedkv.compute.cuda.device import Device
+from pagedkv.compute.cuda.kernels import all_variants
+from pagedkv.compute.layout import KvLayout
+from pagedkv.dtypes import DType
+from pagedkv.errors import DeviceError
+
+T = TypeVar("T")
+
+
+class CudaBackend(CudaDenseOps):
+    """Implements `Backend`. Opens the device on the caller's thread; jobs run on the backend's own threads.
+
+    `driver_module` and `cublas` stand in for `cuda.bindings.driver` and `nvmath.bindings.cublas`; `emit_ptx` is for
+    drivers that take no CUBIN. `weight_dtype` is what quantised weights become. Raises DeviceError where there is no
+    device, no compiler or not enough memory, UnsupportedModel for a storage type without kernels.
+    """
+
+    name = "cuda"
+
+    def __init__(
+        self,
+        layout: KvLayout,
+        *,
+        driver_module: Any = None,
+        cublas: Any = None,
+        compiler: Compiler | None = None,
+        emit_ptx: bool = False,
+        ordinal: int = 0,
+        min_partition: int = 256,
+        tensor_cores: bool | None = None,
+        weight_dtype: DType = DType.FLOAT16,
+    ) -> None:
+        device = Device(driver_module, ordinal=ordinal, compiler=compiler, emit_ptx=emit_ptx)
+        try:
+            super().__init__(device, layout, min_partition=min_partition, tensor_cores=tensor_cores)
+        except BaseException:
+            device.close()
+            raise
+        self.open_cublas(cublas, weight_dtype)
+
+    def submit(self, job: Callable[[], T]) -> Future[T]:
+        """See `Backend.submit`. A DeviceError of one job is the answer to every later one."""
+
+        def run() -> T:
+            self.device.begin_job()
+            return job()
+
+        return self.device.queue.submit(run)
+
+    def from_host(self, array: npt.NDArray[Any]) -> DeviceArray:
+        """See `Backend.from_host`."""
+        return self.device.upload(array)
+
+    def to_host(self, tensor: DeviceArray) -> npt.NDArray[Any]:
+        """See `Backend.to_host`."""
+        array = np.empty(tensor.shape, tensor.dtype)
+        self.device.copy_out(tensor.pointer, array, self.device.streams.compute)
+        return array
+
+    def warm_up(self, on_compile: Callable[[int, int, str], None] | None = None) -> None:
+        """Compile and load every kernel this layout can need; `on_compile(done, total, name)` hears of each."""
+        variants = all_variants(self.layout.shape)
+
+        def job() -> None:
+            for done, variant in enumerate(variants):
+                if on_compile:
+                    on_compile(done, len(variants), variant.label)
+                self.device.function(variant)
+
+        self.submit(job).result()
+
+    @property
+    def failure(self) -> DeviceError | None:
+        """Why nothing is answered any more, or None while all is well."""
+        return self.device.queue.failure
+
+    def synchronize(self) -> None:
+        """See `Backend.synchronize`."""
+        self.submit(lambda: None).result()
+
+    def close(self) -> None:
+        """See `Backend.close`; idempotent."""
+        self.device.queue.close()
+        if self.failure is None:
+            self.device.context.bind()
+            self.close_cublas()
+            self.pool.release()
+        self.device.close()

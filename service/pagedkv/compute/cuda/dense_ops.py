@@ -1,0 +1,187 @@
+"""What a decoder needs besides the cache: products by cuBLAS, the rest by the kernels of cudasrc."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from pagedkv.compute.backend import Float32Array, Int32Array, WeightData
+from pagedkv.compute.cuda.array import DeviceArray
+from pagedkv.compute.cuda.device import require_array
+from pagedkv.compute.cuda.kernels import plain_variant
+from pagedkv.compute.cuda.kv_ops import CudaKvOps
+from pagedkv.config import require
+from pagedkv.dtypes import DType
+from pagedkv.errors import UnsupportedModel
+
+_PLAIN: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
+_NUMPY: dict[DType, Any] = {
+    DType.FLOAT32: np.float32,
+    DType.FLOAT16: np.float16,
+    DType.BFLOAT16: ml_dtypes.bfloat16,
+}
+_CUDA_TYPES = (0, 2, 14)  # cudaDataType of the storage codes: R_32F, R_16F, R_16BF
+_COMPUTE_32F, _DEFAULT_ALGORITHM = 68, -1
+
+
+class CudaDenseOps(CudaKvOps):
+    """`DenseOps` on a device. `cublas` has the names of `nvmath.bindings.cublas`; None means no dense products.
+
+    Matrices stay in their file's float type; quantised ones become `weight_dtype` once, at load. Activations are
+    float32 and are rounded to a 16-bit matrix's type for the product, which is accumulated in float32.
+    """
+
+    _cublas: Any = None
+    _weight_dtype: DType = DType.FLOAT16
+
+    def open_cublas(self, cublas: Any, weight_dtype: DType) -> None:
+        """Prepare dense products; the device's context must be current."""
+        require(weight_dtype in _NUMPY, "weight_dtype", "must be a float type", weight_dtype)
+        self._cublas, self._weight_dtype = cublas, weight_dtype
+        self._factors = np.array([1.0, 0.0], np.float32)  # alpha, beta; lives as long as the handle
+        if cublas is not None:
+            self._handle = cublas.create()
+            cublas.set_stream(self._handle, int(self.device.streams.compute))
+
+    def close_cublas(self) -> None:
+        """Destroy the handle."""
+        if self._cublas is not None:
+            self._cublas.destroy(self._handle)
+            self._cublas = None
+
+    def load_weight(self, weight: WeightData) -> DeviceArray:
+        """See `DenseOps.load_weight`; vectors become float32."""
+        if weight.kind in _PLAIN:
+            values = np.ascontiguousarray(weight.data).reshape(-1).view(_PLAIN[weight.kind]).reshape(weight.shape)
+        else:
+            values = _dequantize(weight).astype(_NUMPY[self._weight_dtype])
+        return self.device.upload(values.astype(np.float32) if len(weight.shape) == 1 else values)
+
+    def embedding(self, table: DeviceArray, token_ids: Int32Array) -> DeviceArray:
+        """See `DenseOps.embedding`."""
+        return self._gather(table, token_ids, table.shape[-1])
+
+    def take_rows(self, x: DeviceArray, rows: Int32Array) -> DeviceArray:
+        """See `DenseOps.take_rows`."""
+        return self._gather(x, rows, math.prod(x.shape[1:])).reshape((len(rows), *x.shape[1:]))
+
+    def _gather(self, table: DeviceArray, rows: Int32Array, width: int) -> DeviceArray:
+        code = require_array(table, "table")
+        if len(rows):
+            limit = len(table)
+            fits = int(rows.min()) >= 0 and int(rows.max()) < limit
+            require(fits, "rows", f"must be in [0, {limit})", (int(rows.min()), int(rows.max())), limit - 1)
+        y = self.device.scratch.empty((len(rows), width), np.float32)
+        if len(rows):
+            index = self.device.input(rows, np.int32)
+            variant = plain_variant("embedding", SOURCE=code)
+            self.device.launch(variant, (len(rows), 1, 1), table.pointer, index.pointer, y.pointer, width)
+        return y
+
+    def linear(self, x: DeviceArray, weight: DeviceArray, bias: DeviceArray | None = None) -> DeviceArray:
+        """See `DenseOps.linear`. Raises UnsupportedModel without cuBLAS."""
+        if self._cublas is None:
+            raise UnsupportedModel("dense products need cuBLAS: install pagedkv[cuda]")
+        num_outputs, num_inputs = weight.shape
+        require(x.shape[-1] == num_inputs, "x", f"must have {num_inputs} features", x.shape, num_inputs)
+        code = require_array(weight, "weight")
+        left, num_rows = self.cast(x, code), x.size // num_inputs
+        y = self.device.scratch.empty((*x.shape[:-1], num_outputs), np.float32)
+        if num_rows:
+            self._gemm(left, weight, y, (num_outputs, num_rows, num_inputs), _CUDA_TYPES[code])
+        return y if bias is None else self._add(y, bias)
+
+    def _gemm(
+        self, x: DeviceArray, weight: DeviceArray, y: DeviceArray, sizes: tuple[int, int, int], kind: int
+    ) -> None:
+        """y[n, m] = x[n, k] @ weight[m, k].T in row-major terms; cuBLAS counts columns first."""
+        m, n, k = sizes
+        alpha, beta = self._factors.ctypes.data, self._factors.ctypes.data + 4
+        operands = (weight.pointer, kind, k, x.pointer, kind, k)
+        self._cublas.gemm_ex(
+            self._handle, 1, 0, m, n, k, alpha, *operands, beta, y.pointer, 0, m, _COMPUTE_32F, _DEFAULT_ALGORITHM
+        )
+
+    def rms_norm(self, x: DeviceArray, weight: DeviceArray, epsilon: float) -> DeviceArray:
+        """See `DenseOps.rms_norm`."""
+        width = x.shape[-1]
+        y = self.device.scratch.empty(x.shape, np.float32)
+        if x.size:
+            grid = (x.size // width, 1, 1)
+            args = (x.pointer, self.as_float32(weight).pointer, y.pointer, width, epsilon)
+            self.device.launch(plain_variant("rms_norm"), grid, *args)
+        return y
+
+    def add(self, x: DeviceArray, y: DeviceArray) -> DeviceArray:
+        """See `DenseOps.add`."""
+        require(x.shape == y.shape, "y", f"must have shape {x.shape}", y.shape)
+        return self._add(x, y)
+
+    def _add(self, x: DeviceArray, y: DeviceArray) -> DeviceArray:
+        other = self.as_float32(y)
+        self.device.launch_items(plain_variant("add"), x.size, x.pointer, other.pointer, x.size, max(1, y.size))
+        return x
+
+    def silu_mul(self, gate: DeviceArray, up: DeviceArray) -> DeviceArray:
+        """See `DenseOps.silu_mul`."""
+        y = self.device.scratch.empty(gate.shape, np.float32)
+        self.device.launch_items(plain_variant("silu_mul"), y.size, gate.pointer, up.pointer, y.pointer, y.size)
+        return y
+
+    def rope(
+        self, x: DeviceArray, positions: Int32Array, inv_freq: Float32Array, *, interleaved: bool, scale: float
+    ) -> None:
+        """See `DenseOps.rope`."""
+        num_tokens, num_heads, head_dim = x.shape
+        require(len(positions) == num_tokens, "positions", f"must have {num_tokens} entries", len(positions))
+        self.device.launch_items(
+            plain_variant("rope"),
+            num_tokens * num_heads * len(inv_freq),
+            x.pointer,
+            self.device.input(positions, np.int32).pointer,
+            self.device.input(inv_freq, np.float32).pointer,
+            num_tokens,
+            num_heads,
+            head_dim,
+            len(inv_freq),
+            interleaved,
+            scale,
+        )
+
+    def split(self, x: DeviceArray, sizes: Sequence[int]) -> list[DeviceArray]:
+        """See `DenseOps.split`."""
+        width, num_rows = x.shape[-1], x.size // x.shape[-1]
+        require(sum(sizes) == width, "sizes", f"must add up to {width}", tuple(sizes), width)
+        parts, first = [], 0
+        for size in sizes:
+            part = self.device.scratch.empty((*x.shape[:-1], size), np.float32)
+            count = num_rows * size
+            self.device.launch_items(plain_variant("split"), count, x.pointer, part.pointer, count, size, width, first)
+            parts.append(part)
+            first += size
+        return parts
+
+    def sample(self, logits: DeviceArray, temperatures: Float32Array, seeds: npt.NDArray[np.uint64]) -> DeviceArray:
+        """Draw a token from each row of logits [num_rows, vocab_size]; temperature 0 is greedy. Returns int32."""
+        num_rows, vocab_size = logits.shape
+        tokens = self.device.scratch.empty((num_rows,), np.int32)
+        if num_rows:
+            inputs = (self.device.input(temperatures, np.float32), self.device.input(seeds, np.uint64))
+            pointers = (logits.pointer, inputs[0].pointer, inputs[1].pointer, tokens.pointer)
+            self.device.launch(plain_variant("sample"), (num_rows, 1, 1), *pointers, vocab_size)
+        return tokens
+
+
+def _dequantize(weight: WeightData) -> npt.NDArray[np.float32]:
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    if weight.kind not in GGMLQuantizationType.__members__:
+        raise UnsupportedModel(f"weights of kind {weight.kind} are not implemented", kind=weight.kind)
+    rows = np.ascontiguousarray(weight.data).reshape(weight.shape[0], -1)
+    return dequantize(rows, GGMLQuantizationType[weight.kind]).reshape(weight.shape)

@@ -1,0 +1,146 @@
+"""What all operations share: context, streams, memory, compiled functions, transfers inside a job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from pagedkv.compute.cuda.array import DeviceArray, PinnedMemory, ScratchMemory
+from pagedkv.compute.cuda.compiler import Compiler, Target, choose_target
+from pagedkv.compute.cuda.driver import Context, Driver, Function
+from pagedkv.compute.cuda.kernels import Variant
+from pagedkv.compute.cuda.streams import Events, JobQueue, StreamPair
+from pagedkv.config import require
+
+ARRAY_CODES = {np.dtype(np.float32): 0, np.dtype(np.float16): 1, np.dtype(ml_dtypes.bfloat16): 2}
+STAGING_LIMIT = 16 << 20  # larger arrays are copied from pageable memory, in the same stream's order
+
+
+def require_array(array: Any, field: str) -> int:
+    """Return the storage code of a float device array. Raises InvalidArgument for anything else."""
+    require(isinstance(array, DeviceArray), field, "must be a device array", type(array).__name__)
+    require(array.dtype in ARRAY_CODES, field, "must be float32, float16 or bfloat16", str(array.dtype))
+    return ARRAY_CODES[array.dtype]
+
+
+class Device:
+    """One opened device. Its methods are called from jobs, on the dispatch thread, unless they say otherwise.
+
+    `driver_module` stands in for `cuda.bindings.driver`; `emit_ptx` compiles to PTX instead of CUBIN.
+    """
+
+    def __init__(
+        self,
+        driver_module: Any = None,
+        *,
+        ordinal: int = 0,
+        compiler: Compiler | None = None,
+        emit_ptx: bool = False,
+        cache_dir: Path | None = None,
+    ) -> None:
+        self.driver = Driver(driver_module)
+        self.context = Context(self.driver, ordinal)
+        self.compiler = compiler or Compiler(cache_dir=cache_dir)
+        chosen = choose_target(self.context.info.capability, self.compiler.supported_archs())
+        self.target = Target(chosen.arch, is_ptx=emit_ptx or chosen.is_ptx)
+        self.events = Events(self.context)
+        self.streams = StreamPair(self.context, self.events)
+        self.scratch, self.pinned = ScratchMemory(self.context), PinnedMemory(self.context)
+        self.queue = JobQueue(self.context, self.streams, self.events)
+        self._functions: dict[Variant, Function] = {}
+        self._modules: list[Any] = []
+        self._inputs: dict[int, tuple[Any, DeviceArray]] = {}
+        self._is_closed = False
+
+    def begin_job(self) -> None:
+        """Forget the host arrays of the job before."""
+        self._inputs = {}
+
+    def function(self, variant: Variant) -> Function:
+        """Return a loaded kernel, compiling it first if need be."""
+        if variant not in self._functions:
+            binary = self.compiler.compile(variant, self.target)
+            module = self.driver.call("cuModuleLoadData", binary.image)
+            self._modules.append(module)
+            handle = self.driver.call("cuModuleGetFunction", module, variant.name.encode())
+            self._functions[variant] = Function(self.driver, handle, variant.signature, variant.shared_bytes)
+        return self._functions[variant]
+
+    def launch(self, variant: Variant, grid: tuple[int, int, int], *args: float) -> None:
+        """Enqueue a kernel on the compute stream."""
+        self.function(variant).launch(grid, variant.num_threads, self.streams.compute, *args)
+
+    def launch_items(self, variant: Variant, num_items: int, *args: float) -> None:
+        """Enqueue a kernel with a thread for each of `num_items`; none at all for 0."""
+        if num_items:
+            self.launch(variant, (-(-num_items // variant.num_threads), 1, 1), *args)
+
+    def upload(self, array: npt.NDArray[Any]) -> DeviceArray:
+        """Copy a host array to the device; the host array may be changed at once."""
+        source = np.ascontiguousarray(array)
+        target = self.scratch.empty(array.shape, source.dtype)
+        if source.nbytes:
+            self.copy_in(target.pointer, source, self.streams.compute)
+        return target
+
+    def copy_in(self, pointer: int, source: npt.NDArray[Any], stream: Any) -> None:
+        """Enqueue a copy of a contiguous host array to the device; its content is read before this returns."""
+        if source.nbytes > STAGING_LIMIT:
+            self.driver.call("cuMemcpyHtoDAsync", pointer, source.ctypes.data, source.nbytes, stream)
+            return
+        buffer = self.pinned.take(source.nbytes)
+        buffer.array[: source.nbytes] = source.reshape(-1).view(np.uint8)
+        self.driver.call("cuMemcpyHtoDAsync", pointer, buffer.pointer, source.nbytes, stream)
+        self.queue.at_completion(lambda: self.pinned.give_back(buffer))
+
+    def input(self, array: npt.NDArray[Any], dtype: npt.DTypeLike) -> DeviceArray:
+        """Upload a host array once a job: layers pass the same positions, slots and tables again and again."""
+        key = id(array)
+        if key not in self._inputs:
+            self._inputs[key] = (array, self.upload(np.asarray(array, dtype=dtype)))
+        return self._inputs[key][1]
+
+    def derived(self, key: object, make: Callable[[], npt.NDArray[Any]]) -> DeviceArray:
+        """Upload what `make` computes from `key`, once a job."""
+        if id(key) not in self._inputs:
+            self._inputs[id(key)] = (key, self.upload(make()))
+        return self._inputs[id(key)][1]
+
+    def copy_out(self, pointer: int, target: npt.NDArray[Any], stream: Any) -> None:
+        """Enqueue a copy to a host array, which is valid when the job is complete."""
+        nbytes = target.nbytes
+        if not nbytes:
+            return
+        buffer = self.pinned.take(nbytes)
+        self.driver.call("cuMemcpyDtoHAsync", buffer.pointer, pointer, nbytes, stream)
+
+        def finish() -> None:
+            target.reshape(-1).view(np.uint8)[:] = buffer.array[:nbytes]
+            self.pinned.give_back(buffer)
+
+        self.queue.at_completion(finish)
+
+    def close(self) -> None:
+        """Finish all jobs, then free everything. Not to be called from a job; idempotent.
+
+        A context poisoned by a fault frees its memory with itself: nothing is called in it.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self.queue.close()
+        self._inputs, self._functions = {}, {}
+        if self.queue.failure is not None:
+            return
+        self.context.bind()
+        for module in self._modules:
+            self.driver.call("cuModuleUnload", module)
+        self.scratch.release()
+        self.pinned.release()
+        self.events.destroy()
+        self.streams.destroy()

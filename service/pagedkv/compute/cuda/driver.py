@@ -1,0 +1,153 @@
+"""The CUDA driver API behind one door: every result is unwrapped here, every failure becomes a DeviceError."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+from pagedkv.errors import DeviceError
+
+
+def unwrap(result: tuple[Any, ...], what: str, detail: str = "") -> Any:
+    """Return what follows the status of a driver or NVRTC call: None, one value, or a tuple.
+
+    Raises DeviceError naming the call, the status and `detail`.
+    """
+    status = result[0]
+    if int(status) != 0:
+        name = getattr(status, "name", str(status))
+        raise DeviceError(f"{what}: {name}{f' ({detail})' if detail else ''}", call=what, code=name)
+    values = result[1:]
+    return None if not values else values[0] if len(values) == 1 else values
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceInfo:
+    """What is known of a device."""
+
+    ordinal: int
+    name: str
+    capability: tuple[int, int]
+    num_sms: int
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Whether CUDA can be used here: its devices, or the reason why there are none."""
+
+    devices: tuple[DeviceInfo, ...]
+    reason: str
+    driver_version: int = 0
+
+
+class Driver:
+    """`cuda.bindings.driver`, or a module with its names, with unwrapped results."""
+
+    def __init__(self, module: Any = None) -> None:
+        if module is None:
+            from cuda.bindings import driver
+
+            module = driver
+        self.module = module
+
+    def call(self, name: str, *args: Any) -> Any:
+        """Call a driver function and unwrap its result. Raises DeviceError."""
+        try:
+            result = getattr(self.module, name)(*args)
+        except RuntimeError as error:  # the library itself is not there
+            raise DeviceError(f"{name}: {error}", call=name) from error
+        detail = "" if int(result[0]) == 0 or name == "cuInit" else self._error_text(result[0])
+        return unwrap(result, name, detail)
+
+    def _error_text(self, status: Any) -> str:
+        try:
+            code, text = self.module.cuGetErrorString(status)
+        except (RuntimeError, AttributeError):
+            return ""
+        return "" if int(code) != 0 or text is None else text.decode() if isinstance(text, bytes) else str(text)
+
+    def attribute(self, device: Any, name: str) -> int:
+        """Return a device attribute by the end of its enum's name."""
+        kind = getattr(self.module.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+        return int(self.call("cuDeviceGetAttribute", kind, device))
+
+    def describe(self, ordinal: int) -> DeviceInfo:
+        """Return what is known of a device; cuInit must have run."""
+        device = self.call("cuDeviceGet", ordinal)
+        name = self.call("cuDeviceGetName", 256, device)
+        major = self.attribute(device, "COMPUTE_CAPABILITY_MAJOR")
+        minor = self.attribute(device, "COMPUTE_CAPABILITY_MINOR")
+        return DeviceInfo(
+            ordinal,
+            (name.decode() if isinstance(name, bytes) else str(name)).rstrip("\0").strip(),
+            (major, minor),
+            self.attribute(device, "MULTIPROCESSOR_COUNT"),
+            int(self.call("cuDeviceTotalMem", device)),
+        )
+
+
+def probe(module: Any = None) -> Probe:
+    """Look for devices; never raises where driver, device or package is missing."""
+    try:
+        driver = Driver(module)
+        driver.call("cuInit", 0)
+        version = int(driver.call("cuDriverGetVersion"))
+        count = int(driver.call("cuDeviceGetCount"))
+        devices = tuple(driver.describe(ordinal) for ordinal in range(count))
+    except (ImportError, DeviceError) as error:
+        return Probe((), " ".join(str(error).split()))
+    return Probe(devices, "" if devices else "the driver reports no device", version)
+
+
+class Context:
+    """A device's primary context. Every thread that calls the driver binds it first."""
+
+    def __init__(self, driver: Driver, ordinal: int = 0) -> None:
+        driver.call("cuInit", 0)
+        self.driver, self.info = driver, driver.describe(ordinal)
+        self._device = driver.call("cuDeviceGet", ordinal)
+        self._context = driver.call("cuDevicePrimaryCtxRetain", self._device)
+        self.bind()
+
+    def bind(self) -> None:
+        """Make the context current on the calling thread."""
+        self.driver.call("cuCtxSetCurrent", self._context)
+
+    def release(self) -> None:
+        """Give the context back; nothing made in it may be used after."""
+        self.driver.call("cuDevicePrimaryCtxRelease", self._device)
+
+
+_KINDS = {"P": ctypes.c_void_p, "q": ctypes.c_int64, "i": ctypes.c_int32, "f": ctypes.c_float}
+
+
+class Function:
+    """A kernel and its parameters' widths: `signature` has a letter each, P pointer, q int64, i int32, f float."""
+
+    def __init__(self, driver: Driver, handle: Any, signature: str, shared_bytes: int) -> None:
+        self._driver, self._handle, self._shared_bytes = driver, handle, shared_bytes
+        self._kinds = tuple(_KINDS[letter] for letter in signature)
+        if shared_bytes > 0:
+            kind = driver.module.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            driver.call("cuFuncSetAttribute", handle, kind, shared_bytes)
+
+    def launch(self, grid: tuple[int, int, int], num_threads: int, stream: Any, *args: float) -> None:
+        """Enqueue a launch; the driver copies the arguments before it returns. Raises DeviceError."""
+        assert len(args) == len(self._kinds), f"{len(args)} arguments for {len(self._kinds)} parameters"
+        values = tuple(
+            value if kind is ctypes.c_float else int(value) for value, kind in zip(args, self._kinds, strict=True)
+        )
+        self._driver.call(
+            "cuLaunchKernel",
+            self._handle,
+            *grid,
+            num_threads,
+            1,
+            1,
+            self._shared_bytes,
+            stream,
+            (values, self._kinds),
+            0,
+        )
