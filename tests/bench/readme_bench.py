@@ -1,0 +1,93 @@
+"""Write the README's table of numbers from tests/bench/results/*.json."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+RESULTS = Path(__file__).parent / "results"
+BEGIN = "<!-- numbers: written by ./run bench readme, do not edit -->"
+SECTION = re.compile(r"<!-- numbers:[^>]*-->.*?(?=\n## )", re.DOTALL)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Replace the section of numbers."""
+    readme = ROOT / "README.md"
+    text = readme.read_text()
+    readme.write_text(SECTION.sub(lambda _: make_section(), text, count=1))
+    return 0
+
+
+def make_section() -> str:
+    """Return the section as the results have it."""
+    machine = _load("cache")["machine"]
+    rows = "\n".join(f"| {what} | {figure} | `./run bench {name}` |" for what, figure, name in _rows())
+    return (
+        f"{BEGIN}\n\nMedians on {machine['cores']} cores of a shared {machine['cpu']} ({', '.join(machine['isa'])}), "
+        f"{machine['date']}; such machines are noisy, so compare ratios.\n\n"
+        f"| what | figure | command |\n|---|---|---|\n{rows}\n"
+    )
+
+
+def _load(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def _rows() -> Iterator[tuple[str, str, str]]:
+    yield from _fragmentation_rows()
+    yield from _cache_rows()
+    yield from _rpc_rows()
+    yield from _attention_rows()
+    yield from _generate_rows()
+    cost = _load("metrics")["cost_ms"]["100000"]["scrape, text"]["median"]
+    yield "one scrape at 100,000 blocks", f"{cost:.2f} ms", "metrics"
+
+
+def _fragmentation_rows() -> Iterator[tuple[str, str, str]]:
+    for title, rows in _load("fragmentation")["results"].items():
+        share = {row["name"]: f"{100 * row['shares']['tokens']:.1f} %" for row in rows}
+        figures = f"paged {share['paged 16']}, Oracle {share['Oracle']}, Pow2 {share['Pow2']}, Max {share['Max']}"
+        yield f"KV memory that holds tokens, {title.split()[0]}-like trace, block size 16", figures, "fragmentation"
+
+
+def _cache_rows() -> Iterator[tuple[str, str, str]]:
+    results = _load("cache")
+    for row in results["figures"]:
+        published = results["published_vllm"].get(row["name"])
+        if row["num_blocks"] == 100_000 and published:
+            yield f"{row['name']}, 100,000 blocks", f"{row['median']:.3g} µs (vLLM, published: {published:g})", "cache"
+
+
+def _rpc_rows() -> Iterator[tuple[str, str, str]]:
+    for row in _load("rpc")["figures"]:
+        if row["load"].startswith("SmolLM2-135M, 1 x") and row["call"] in ("Attend", "Step"):
+            figure = (
+                f"p50 {row['p50']:.0f} µs, p99 {row['p99']:.0f} µs, of which the kernel {row['compute_p50']:.0f} µs"
+            )
+            yield f"{row['call']} round trip ({row['load']})", figure, "rpc"
+
+
+def _attention_rows() -> Iterator[tuple[str, str, str]]:
+    results = _load("attention")
+    for row in results["results"]:
+        shape, times = row["shape"], row["milliseconds"]
+        if (shape["batch"], shape["num_heads"]) != (16, 32):
+            continue
+        ours, limit = times["ours"]["median"], times["limit"]["median"]
+        figure = f"{ours:.1f} ms, {limit / ours:.2f} of the read bandwidth"
+        if times.get("peer"):
+            figure += f", {times['peer']['median'] / ours:.1f} times as fast as {results['peer']}"
+        what = f"decode attention {row['dtype']}, batch {shape['batch']}, context {shape['context']}, 32/8 heads of 128"
+        yield what, figure, "attention --peers"
+
+
+def _generate_rows() -> Iterator[tuple[str, str, str]]:
+    for row in _load("generate")["results"]:
+        figure = (
+            f"prefill {row['prefill_tokens_per_second']:.0f}, decode {row['decode_tokens_per_second']:.0f} tokens/s"
+        )
+        yield f"SmolLM2-135M through gRPC, {row['concurrency']} at once", figure, "generate"
