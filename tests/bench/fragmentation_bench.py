@@ -48,10 +48,13 @@ def main(argv: Sequence[str]) -> int:
         results[title] = [replay(n, trace, options.slots, step_seconds=options.step_seconds) for n in SYSTEMS]
         _print_table(console, title, trace, results[title])
         _plot(options.out / f"fragmentation-{title.split()[0]}.svg", title, results[title])
-    if options.csv is None:
-        _print_sensitivity(console, options)
+    sensitivity = _measure_sensitivity(options) if options.csv is None else {}
+    _print_sensitivity(console, sensitivity)
     figures = {title: [_as_json(result) for result in rows] for title, rows in results.items()}
-    write_result("fragmentation", {"options": {k: str(v) for k, v in vars(options).items()}, "results": figures})
+    write_result(
+        "fragmentation",
+        {"options": {k: str(v) for k, v in vars(options).items()}, "results": figures, "sensitivity": sensitivity},
+    )
     return 0
 
 
@@ -82,17 +85,28 @@ def _print_table(console: Console, title: str, trace: Sequence[TraceRequest], ro
     console.print(table)
 
 
-def _print_sensitivity(console: Console, options: argparse.Namespace) -> None:
+def _measure_sensitivity(options: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Return the share of memory holding tokens, in %, by "workload, generator" and memory."""
+    traces = {
+        f"{workload}, {generator}": generate_trace(workload, options.requests, generator=generator, seed=options.seed)
+        for workload in PUBLISHED_MEANS
+        for generator in GENERATORS
+    }
+    return {
+        name: {memory: 100 * replay(memory, trace, options.slots).shares["tokens"] for memory in PAPER}
+        for name, trace in traces.items()
+    }
+
+
+def _print_sensitivity(console: Console, sensitivity: dict[str, dict[str, float]]) -> None:
+    if not sensitivity:
+        return
     table = Table(title="Sensitivity: share of memory holding tokens (%), by length generator of equal means")
     table.add_column("workload, generator")
-    names = ("Max", "Pow2", "Oracle", "paged 16")
-    for name in names:
-        table.add_column(name, justify="right")
-    for workload in PUBLISHED_MEANS:
-        for generator in GENERATORS:
-            trace = generate_trace(workload, options.requests, generator=generator, seed=options.seed)
-            shares = [replay(name, trace, options.slots).shares["tokens"] for name in names]
-            table.add_row(f"{workload}, {generator}", *(f"{100 * share:.1f}" for share in shares))
+    for memory in PAPER:
+        table.add_column(memory, justify="right")
+    for name, shares in sensitivity.items():
+        table.add_row(name, *(f"{share:.1f}" for share in shares.values()))
     console.print(table)
 
 
