@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import itertools
 import logging
 import os
 import pickle
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -22,7 +24,7 @@ from typing import Any
 import llvmlite
 import numba
 from numba import types
-from numba.core import ccallback, compiler, serialize
+from numba.core import bytecode, ccallback, compiler, serialize
 
 from pagedkv.compute.cpu import features, simd, simd_emit
 
@@ -61,9 +63,26 @@ def compile_kernel(
         return _loaded[key]
     callback: Any = ccallback.CFunc(function, (_SIGNATURE.args, _SIGNATURE.return_type), {}, {"error_model": "numpy"})
     callback._cache = _DiskCache(name, key)
-    callback.compile()
+    with _own_symbols(key):
+        callback.compile()
     _loaded[key] = Kernel(name, callback.address, _C_TYPE(callback.address), callback)
     return _loaded[key]
+
+
+@contextmanager
+def _own_symbols(key: str) -> Iterator[None]:
+    """Number the functions compiled meanwhile from a place of the kernel's own.
+
+    Numba puts the number into the names of machine code, counting in each process from 1. Kernels that different
+    processes compiled would otherwise bring functions of one name, of which only the first loaded is ever called.
+    """
+    usual = bytecode.FunctionIdentity._unique_ids
+    start = int.from_bytes(hashlib.sha256(key.encode()).digest()[:6], "little") << 12
+    bytecode.FunctionIdentity._unique_ids = itertools.count(start)
+    try:
+        yield
+    finally:
+        bytecode.FunctionIdentity._unique_ids = usual
 
 
 def cache_folder() -> Path:
