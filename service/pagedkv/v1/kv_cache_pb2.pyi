@@ -370,7 +370,9 @@ class AttendResponse(_message.Message):
     LSE_FIELD_NUMBER: _builtins.int
     COMPUTE_SECONDS_FIELD_NUMBER: _builtins.int
     compute_seconds: _builtins.float
-    """Seconds that the device spent on this call, waiting in its queue not included."""
+    """Seconds that the device spent on this call, or on the launch that it shared with calls that came while the device
+    was busy; waiting in its queue is not included.
+    """
     @_builtins.property
     def output(self) -> _tensor_pb2.Tensor:
         """float32, shaped like the queries. Rows that see no key are zero."""

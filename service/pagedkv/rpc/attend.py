@@ -1,0 +1,182 @@
+"""Attend calls: checked, planned against the cache, and run as one device job for all that fit together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from pagedkv.cache import CacheManager, Reservation, ReserveRequest
+from pagedkv.compute.backend import AttentionBatch, AttentionParams, Backend
+from pagedkv.compute.layout import KvLayout
+from pagedkv.config import require
+from pagedkv.rpc.convert import check_shape, to_array, to_attention_params
+from pagedkv.rpc.requests import (
+    Array,
+    check_sequence_ids,
+    continues,
+    read_new_rows,
+    read_query_lengths,
+    read_token_ids,
+)
+from pagedkv.v1 import kv_cache_pb2
+
+_MERGED_QUERIES = 256  # calls of more queries fill a launch by themselves
+
+
+@dataclass(frozen=True, slots=True)
+class NewRows:
+    """K and V [num_tokens, ...] to write and where; slot -1 is a retried row, there already."""
+
+    keys: Array
+    values: Array
+    slot_mapping: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class AttendPlan:
+    """What one Attend does: blocks to copy and rows to write as reserved, then queries to attend.
+
+    Calls of equal `key` may run as one.
+    """
+
+    key: tuple[object, ...]
+    layer: int
+    params: AttentionParams
+    queries: Array
+    tables: list[npt.NDArray[np.int32]]
+    context_lens: list[int]
+    query_lens: list[int]
+    reservations: list[Reservation]
+    rows: NewRows | None
+
+
+@dataclass(frozen=True, slots=True)
+class Attended:
+    """Output and lse of one call's queries, and the seconds of the job that it was part of."""
+
+    output: Array
+    lse: Array
+    seconds: float
+
+
+def plan_attend(request: kv_cache_pb2.AttendRequest, cache: CacheManager, layout: KvLayout) -> AttendPlan:
+    """Check everything, then reserve what has to be written."""
+    shape, layer = layout.shape, request.layer
+    params = to_attention_params(request.options, shape)
+    limit = shape.num_layers
+    require(0 <= layer < limit, "layer", f"must be in [0, {limit})", layer, limit)
+    ids = list(request.sequence_ids)
+    check_sequence_ids(ids)
+    query_lens = read_query_lengths(request.query_lengths, len(ids))
+    num_queries = sum(query_lens)
+    queries = to_array(request.queries, "queries")
+    check_shape(queries, "queries", (num_queries, shape.num_heads, shape.head_dim))
+    require(not np.isnan(queries).any(), "queries.data", "must hold no NaN", "NaN")
+    lengths = [cache.length(name, layer) for name in ids]
+    if request.HasField("keys") or request.HasField("values"):
+        context_lens, reservations, rows = _reserve_rows(request, ids, query_lens, lengths, cache, layout)
+    else:
+        context_lens, reservations, rows = lengths, [], None
+        for at, (asked, length) in enumerate(zip(query_lens, lengths, strict=True)):
+            require(asked <= length, f"query_lengths[{at}]", "exceeds the sequence's length", asked, length)
+    is_large = num_queries > _MERGED_QUERIES
+    options = request.options.SerializeToString(deterministic=True)
+    return AttendPlan(
+        key=(layer, options, object() if is_large else None),
+        layer=layer,
+        params=params,
+        queries=queries if queries.dtype == np.float32 else queries.astype(np.float32),
+        tables=[np.array(cache.block_table(name), dtype=np.int32) for name in ids],
+        context_lens=context_lens,
+        query_lens=query_lens,
+        reservations=reservations,
+        rows=rows,
+    )
+
+
+def _reserve_rows(
+    request: kv_cache_pb2.AttendRequest,
+    ids: Sequence[str],
+    query_lens: Sequence[int],
+    lengths: Sequence[int],
+    cache: CacheManager,
+    layout: KvLayout,
+) -> tuple[list[int], list[Reservation], NewRows]:
+    """Return the context lengths after writing, what was reserved, and the rows with their slots."""
+    num_queries = sum(query_lens)
+    keys, values = read_new_rows(request, request.layer, layout.shape)
+    require(keys.shape[0] == num_queries, "keys.shape", "must hold one row a query", keys.shape[0], num_queries)
+    positions = list(request.positions) or list(lengths)
+    require(len(positions) == len(ids), "positions", "must hold one a sequence", len(positions), len(ids))
+    token_ids = read_token_ids(request.token_ids, num_queries)
+    starts = np.concatenate(([0], np.cumsum(query_lens))).tolist()
+    fresh = [
+        at
+        for at, (position, asked, length) in enumerate(zip(positions, query_lens, lengths, strict=True))
+        if asked > 0 and continues(position, asked, length, field=f"positions[{at}]")
+    ]
+    wanted = [
+        ReserveRequest(
+            ids[at],
+            query_lens[at],
+            request.layer,
+            None if token_ids is None else token_ids[starts[at] : starts[at + 1]],
+        )
+        for at in fresh
+    ]
+    reservations = cache.reserve_batch(wanted) if wanted else []
+    slots = np.full(num_queries, -1, dtype=np.int64)
+    for at in fresh:
+        slots[starts[at] : starts[at + 1]] = slots_of(cache, layout, ids[at], positions[at], query_lens[at])
+    ends = [
+        position + asked if asked else length
+        for position, asked, length in zip(positions, query_lens, lengths, strict=True)
+    ]
+    return ends, reservations, NewRows(keys, values, slots)
+
+
+def slots_of(
+    cache: CacheManager, layout: KvLayout, sequence_id: str, start: int, num_tokens: int
+) -> npt.NDArray[np.int64]:
+    """Return the slots of a sequence's positions [start, start + num_tokens), reserved ones included."""
+    block_size = layout.block_size
+    table = np.array(cache.block_table(sequence_id), dtype=np.int64)
+    positions = np.arange(start, start + num_tokens)
+    return table[positions // block_size] * block_size + positions % block_size
+
+
+def run_plans(backend: Backend, plans: Sequence[AttendPlan]) -> list[Attended]:
+    """Copy, write and attend for plans of one key, inside a device job; the answers come in the plans' order."""
+    started = time.perf_counter()
+    first = plans[0]
+    copies = [copy for plan in plans for reservation in plan.reservations for copy in reservation.copies]
+    if copies:
+        backend.copy_blocks(copies)
+    for plan in plans:
+        if plan.rows is not None and len(plan.rows.slot_mapping):
+            keys, values = backend.from_host(plan.rows.keys), backend.from_host(plan.rows.values)
+            backend.write_kv(first.layer, keys, values, plan.rows.slot_mapping)
+    queries = first.queries if len(plans) == 1 else np.concatenate([plan.queries for plan in plans])
+    result = backend.attend(first.layer, backend.from_host(queries), _to_batch(plans), first.params)
+    output, lse = backend.to_host(result.output), backend.to_host(result.lse)
+    seconds = time.perf_counter() - started
+    ends = np.cumsum([len(plan.queries) for plan in plans])
+    return [
+        Attended(output[end - len(plan.queries) : end], lse[end - len(plan.queries) : end], seconds)
+        for plan, end in zip(plans, ends.tolist(), strict=True)
+    ]
+
+
+def _to_batch(plans: Sequence[AttendPlan]) -> AttentionBatch:
+    tables = [table for plan in plans for table in plan.tables]
+    padded = np.zeros((len(tables), max(1, max(map(len, tables)))), dtype=np.int32)
+    for row, table in zip(padded, tables, strict=True):
+        row[: len(table)] = table
+    context_lens = [length for plan in plans for length in plan.context_lens]
+    query_lens = [length for plan in plans for length in plan.query_lens]
+    starts = np.concatenate(([0], np.cumsum(query_lens))).astype(np.int32)
+    return AttentionBatch(padded, np.array(context_lens, dtype=np.int32), starts)

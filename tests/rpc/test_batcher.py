@@ -1,0 +1,204 @@
+"""Attend calls that meet a busy device share a launch; nobody waits for an idle one, or for another's mistake."""
+
+import asyncio
+import contextlib
+import threading
+
+import numpy as np
+import pytest
+
+from helpers.server import serving
+from helpers.wire import assert_attention, make_queries, make_rows
+from pagedkv.client import AsyncClient
+from pagedkv.errors import PositionMismatch, SequenceNotFound
+from pagedkv.rpc.batcher import Batcher
+
+
+class Launches:
+    """Records each launch; `finish` ends the work of the last one and answers its calls with their requests."""
+
+    def __init__(self):
+        self.requests, self.leave = [], ()
+        self.batcher = Batcher(self)
+
+    def __call__(self, calls):
+        left = [call for call in calls if call.request in self.leave]
+        self.calls = [call for call in calls if call not in left]
+        self.leave, self.work = (), asyncio.get_running_loop().create_future()
+        self.requests.append([call.request for call in self.calls])
+        return left, self.work
+
+    async def finish(self):
+        for call in self.calls:
+            if not call.answer.done():
+                call.answer.set_result(call.request)
+        self.work.set_result(None)
+        await asyncio.sleep(0)
+
+
+async def test_call_to_an_idle_device_is_launched_at_once():
+    launches = Launches()
+    answer = launches.batcher.run(1)
+    assert launches.requests == [[1]]
+    await launches.finish()
+    assert await answer == 1
+    launches.batcher.run(2)
+    assert launches.requests == [[1], [2]]
+
+
+async def test_calls_to_a_busy_device_are_launched_together_in_order():
+    launches = Launches()
+    answers = [launches.batcher.run(number) for number in range(5)]
+    await launches.finish()
+    assert launches.requests == [[0], [1, 2, 3, 4]]
+    await launches.finish()
+    assert await asyncio.gather(*answers) == list(range(5))
+
+
+async def test_call_whose_caller_has_gone_is_not_launched():
+    launches = Launches()
+    answers = [launches.batcher.run(number) for number in range(3)]
+    answers[1].cancel()
+    await launches.finish()
+    assert launches.requests == [[0], [2]]
+
+
+async def test_calls_left_by_a_launch_come_first_in_the_next():
+    launches = Launches()
+    for number in range(4):
+        launches.batcher.run(number)
+    launches.leave = (2,)
+    await launches.finish()
+    launches.batcher.run(4)
+    await launches.finish()
+    assert launches.requests == [[0], [1, 3], [2, 4]]
+
+
+@contextlib.asynccontextmanager
+async def busy_device():
+    """Yield a client of a server with sequences s0 to s5 of 20 tokens, and a list of the rows of each launch.
+
+    An attend to s5 holds the device until `release`, so whatever is sent before meets a busy one.
+    """
+    async with serving() as served, AsyncClient(served.address, timeout=60) as client:
+        for at in range(6):
+            await client.allocate(f"s{at}")
+            await client.append(f"s{at}", *make_rows(20, at), layer=0)
+        launches, gate, attend = [], threading.Event(), served.backend.attend
+
+        def watched(layer, queries, batch, params):
+            launches.append(len(queries))
+            gate.wait(30)
+            return attend(layer, queries, batch, params)
+
+        served.backend.attend = watched
+        first = asyncio.ensure_future(client.attend(["s5"], make_queries(1), layer=0))
+        while not launches:
+            await asyncio.sleep(0.001)
+        yield client, launches, gate.set
+        gate.set()
+        await first
+
+
+async def sent(*calls):
+    """Send calls and give them time to arrive, in this order."""
+    tasks = []
+    for call in calls:
+        tasks.append(asyncio.ensure_future(call))
+        await asyncio.sleep(0.02)
+    return tasks
+
+
+async def test_attends_that_meet_a_busy_device_run_as_one_launch_and_are_exact():
+    async with busy_device() as (client, launches, release):
+        rows = [make_rows(at + 1, 50 + at) for at in range(5)]
+        calls = [
+            client.attend(
+                [f"s{at}"],
+                make_queries(at + 1, at),
+                layer=0,
+                query_lens=[at + 1],
+                **({"keys": rows[at][0], "values": rows[at][1]} if at % 2 else {}),
+            )
+            for at in range(5)
+        ]
+        tasks = await sent(*calls)
+        release()
+        results = await asyncio.gather(*tasks)
+        for at, result in enumerate(results):
+            full = [np.concatenate([a, b]) if at % 2 else a for a, b in zip(make_rows(20, at), rows[at], strict=True)]
+            assert_attention(result, make_queries(at + 1, at), [full[0]], [full[1]], [at + 1])
+        assert launches == [1, 1 + 2 + 3 + 4 + 5]
+        assert (await client.audit()).ok
+
+
+async def test_attends_of_other_options_run_apart():
+    async with busy_device() as (client, launches, release):
+        windows = [4, 4, 9]
+        tasks = await sent(
+            *(client.attend([f"s{at}"], make_queries(1), layer=0, window=w) for at, w in enumerate(windows))
+        )
+        release()
+        for at, task in enumerate(tasks):
+            keys, values = make_rows(20, at)
+            assert_attention(await task, make_queries(1), [keys], [values], [1], window=windows[at])
+        assert launches == [1, 2, 1]
+
+
+async def test_bad_attend_in_a_shared_launch_fails_alone():
+    async with busy_device() as (client, launches, release):
+        keys, values = make_rows(1, 9)
+        new = {"layer": 0, "keys": keys, "values": values}
+        tasks = await sent(
+            client.attend(["s0"], make_queries(1), **new),
+            client.attend(["nobody"], make_queries(1), **new),
+            client.attend(["s1"], make_queries(1), positions=[25], **new),
+            client.attend(["s2"], make_queries(1), layer=0),
+        )
+        release()
+        good, unknown, gap, other = await asyncio.gather(*tasks, return_exceptions=True)
+        assert isinstance(unknown, SequenceNotFound)
+        assert isinstance(gap, PositionMismatch)
+        full = [np.concatenate(pair) for pair in zip(make_rows(20, 0), (keys, values), strict=True)]
+        assert_attention(good, make_queries(1), [full[0]], [full[1]], [1])
+        assert_attention(other, make_queries(1), *([rows] for rows in make_rows(20, 2)), [1])
+        assert launches == [1, 2]
+        assert (await client.sequence("s1")).layer_lengths[0] == 20
+
+
+async def test_two_writes_to_one_sequence_follow_each_other():
+    async with busy_device() as (client, launches, release):
+        keys, values = make_rows(2, 9)
+        tasks = await sent(
+            *(
+                client.attend(
+                    ["s0"],
+                    make_queries(1, at),
+                    layer=0,
+                    positions=[20 + at],
+                    keys=keys[at, None],
+                    values=values[at, None],
+                )
+                for at in range(2)
+            )
+        )
+        release()
+        old = make_rows(20, 0)
+        for at, task in enumerate(tasks):
+            full = [np.concatenate([a, b[: at + 1]]) for a, b in zip(old, (keys, values), strict=True)]
+            assert_attention(await task, make_queries(1, at), [full[0]], [full[1]], [1])
+        assert launches == [1, 1, 1]
+
+
+async def test_waiting_attend_whose_caller_goes_writes_nothing():
+    async with busy_device() as (client, launches, release):
+        keys, values = make_rows(1, 9)
+        (task,) = await sent(client.attend(["s0"], make_queries(1), layer=0, keys=keys, values=values))
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await asyncio.sleep(0.05)
+        release()
+        await client.attend(["s1"], make_queries(1), layer=0)
+        assert (await client.sequence("s0")).layer_lengths[0] == 20
+        assert launches == [1, 1]
