@@ -52,6 +52,7 @@ class Service:
     async def start(self) -> None:
         """Start the engine and both servers; the service is ready when this returns."""
         metrics = ServiceMetrics(self.cache, self.layout, backend_name=self.backend.name)
+        metrics.watch_backend(self.backend)
         if self.model is not None:
             self.engine = Engine(
                 backend=self.backend,
