@@ -68,7 +68,7 @@ def make_attention_kernel(width: int, kind: int) -> Callable[[int, int], None]:
     """Return the kernel for vectors of `width` float32 over a pool whose elements are of `kind`."""
     attend_chunk = _make_attend_chunk(width, kind)
     finish_rows = _make_finish_rows(width)
-    fill_tables, load_queries = make_fill_tables(), make_load_queries(width)
+    fill_tables, load_queries = make_fill_tables(kind in (KIND_I8, KIND_E4M3)), make_load_queries(width)
 
     @compiled
     def attend_item(args: int, index: int, upcoming: int, scratch: int) -> None:
@@ -115,7 +115,7 @@ def _make_attend_chunk(width: int, kind: int) -> Step:
     """Return the step that lets an item's rows see one chunk of tokens."""
     is_quantized, is_float32 = kind in (KIND_I8, KIND_E4M3), kind == KIND_F32
     score_decode, softmax_rows = make_score_decode(width, kind), make_softmax_rows(width, is_quantized)
-    pack_chunk, copy_scales = make_pack_chunk(width, kind), make_copy_scales(kind)
+    pack_chunk, copy_scales = make_pack_chunk(width, kind), make_copy_scales(width, kind)
     score_packed = make_outer_rows(width, 4, KIND_F32, MODE_CLEAR, False)
     accumulate = make_accumulate(width, kind, MODE_PREFETCH, True)
     accumulate_packed = make_accumulate(width, KIND_F32, 0, False)

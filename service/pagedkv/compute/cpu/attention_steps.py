@@ -28,7 +28,6 @@ from pagedkv.compute.cpu.simd import (
     hmax,
     load,
     load_as,
-    load_f32,
     load_f64,
     load_i32,
     load_i64,
@@ -36,7 +35,6 @@ from pagedkv.compute.cpu.simd import (
     prefetch,
     splat,
     store,
-    store_f32,
     store_i64,
 )
 
@@ -59,8 +57,8 @@ def make_exp2_of(width: int) -> Step:
     return exp2_of
 
 
-def make_fill_tables() -> Step:
-    """Return the step that writes the addresses of a chunk's K and V tiles and scales."""
+def make_fill_tables(is_quantized: bool) -> Step:
+    """Return the step that writes the addresses of a chunk's K and V tiles and asks for its scales."""
 
     @compiled
     def fill_tables(args: int, index: int, first_token: int, tables: int, table_bytes: int) -> None:
@@ -78,6 +76,11 @@ def make_fill_tables() -> Step:
             store_i64(tables + 8 * entry, tile)
             store_i64(tables + table_bytes + 8 * entry, tile + load_i64(args + at.VALUE_BYTES))
             store_i64(tables + 2 * table_bytes + 8 * entry, scales)
+            if is_quantized:
+                far = (4 << shift) * num_kv_heads
+                for line in range(0, 4 << shift, _CACHE_LINE):
+                    prefetch(scales + line, 2)
+                    prefetch(scales + far + line, 2)
 
     return fill_tables
 
@@ -269,15 +272,17 @@ def make_pack_chunk(width: int, kind: int) -> Step:
     return pack_chunk
 
 
-def make_copy_scales(kind: int) -> Step:
+def make_copy_scales(width: int, kind: int) -> Step:
     """Return the step that gathers a chunk's scales of K and V; the factor of the conversion joins them."""
     factor = np.float32(256.0 if kind == KIND_E4M3 else 1.0)
+    step = min(8, width)  # divides every block size; scales behind the context go to lanes that nobody looks at
 
     @compiled
     def copy_scales(table: int, shift: int, value_offset: int, count: int, key_scales: int, value_scales: int) -> None:
-        for token in range(count):
+        factors = splat(factor, step)
+        for token in range(0, count, step):
             scale = load_i64(table + 8 * (token >> shift)) + 4 * (token & ((1 << shift) - 1))
-            store_f32(key_scales + 4 * token, load_f32(scale) * factor)
-            store_f32(value_scales + 4 * token, load_f32(scale + value_offset) * factor)
+            store(key_scales + 4 * token, mul(load(scale, step), factors))
+            store(value_scales + 4 * token, mul(load(scale + value_offset, step), factors))
 
     return copy_scales
