@@ -11,28 +11,46 @@ import numpy as np
 import numpy.typing as npt
 
 from pagedkv.compute.backend import Float32Array, Int32Array, WeightData
-from pagedkv.compute.cpu import attention_steps, dense_kernels, dense_tiles, quant, threads
+from pagedkv.compute.cpu import attention_steps, dense_kernels, dense_tiles, quant, quant_emit, threads
 from pagedkv.compute.cpu.compile_cache import Kernel, compile_kernel
+from pagedkv.compute.cpu.dense_buffers import CACHE_LINE, BufferPool
 from pagedkv.compute.cpu.features import Isa
-from pagedkv.compute.cpu.quant import PLAIN_ALIGNMENT, StorageKind, check_weight
+from pagedkv.compute.cpu.quant import StorageKind, check_weight
 from pagedkv.compute.cpu.threads import WorkerPool
 
 _SOURCES: Final = tuple(
-    str(module.__file__) for module in (attention_steps, dense_kernels, dense_tiles, quant, threads)
+    str(module.__file__) for module in (attention_steps, dense_kernels, dense_tiles, quant, quant_emit, threads)
 )
 _ITEMS_A_THREAD: Final = 4  # so that a thread that wakes late or is interrupted does not hold up the others
 _SERIAL_ELEMENTS: Final = 1 << 14  # smaller row operations end before another thread wakes
+_MULTIPLE: Final = dense_tiles.PANEL_MULTIPLE
+_ROW_KERNELS: Final = ("rms_norm", "silu_mul", "rope")
 
 
 @dataclass(frozen=True, slots=True)
 class CpuWeight:
-    """A stored matrix [num_outputs, num_inputs], or a float32 vector where `kind` is None."""
+    """A stored matrix, or a float32 vector where `kind` is None."""
 
     kind: StorageKind | None
     shape: tuple[int, ...]
-    data: npt.NDArray[Any]  # bytes of the matrix, rows padded to whole vectors; or the vector itself
-    num_outputs: int  # of the stored matrix, padding included
-    num_inputs: int
+    data: npt.NDArray[Any]  # bytes of the matrix, rows padded to whole parts; or the vector itself
+    num_inputs: int = 0  # of the stored matrix, padding included
+    address: int = 0
+
+    def step_words(self) -> tuple[int, int, int]:
+        """Return inputs, bytes and kernel steps of a stored row."""
+        assert self.kind is not None
+        return self.num_inputs, self.kind.row_bytes(self.num_inputs), self.num_inputs // self.kind.multiple
+
+
+@dataclass(frozen=True, slots=True)
+class _Rotations:
+    """Cosines and sines [num_tokens, num_pairs] of the last positions: the same for all layers of a step."""
+
+    key: tuple[bytes, float]
+    inv_freq: Float32Array
+    cosines: Float32Array
+    sines: Float32Array
 
 
 class CpuDenseOps:
@@ -46,32 +64,35 @@ class CpuDenseOps:
         self._workers = workers
         self._dense_kernels: dict[str, Kernel] = {}
         self._kinds: set[str] = set()
-        self._scratch = np.empty(0, np.float32)
-        self._angles: tuple[object, object, float, Float32Array, Float32Array] | None = None
+        self._buffers = BufferPool()
+        self._angles: _Rotations | None = None
 
     def dense_kernel_makers(self) -> dict[str, Callable[[], Kernel]]:
         """Return a name and a maker for each kernel that the weights loaded so far need."""
-        names = ["rms_norm", "silu_mul", "rope"] if self._kinds else []
-        names += [f"{what}-{kind}" for kind in sorted(self._kinds) for what in ("linear", "embed")]
+        names = list(_ROW_KERNELS) if self._kinds else []
+        names += [f"{what}-{kind}" for kind in sorted(self._kinds) for what in ("direct", "linear", "embed")]
         return {name: partial(self._dense_kernel, name) for name in names}
 
     # -- weights ------------------------------------------------------------------------------------------------
 
     def load_weight(self, weight: WeightData) -> CpuWeight:
-        """See DenseOps.load_weight. Matrices stay memory-mapped unless their shape needs padding."""
+        """See DenseOps.load_weight. Matrices stay memory-mapped unless their rows need padding."""
         kind = check_weight(weight)
-        if len(weight.shape) == 1:
-            return CpuWeight(None, weight.shape, weight.data.view(np.float32), 0, 0)
-        self._kinds.add(kind.name)
-        num_outputs, num_inputs = weight.shape
-        padded_outputs = -(-num_outputs // dense_kernels.PANEL_OUTPUTS) * dense_kernels.PANEL_OUTPUTS
-        padded_inputs = -(-num_inputs // PLAIN_ALIGNMENT) * PLAIN_ALIGNMENT
-        rows = weight.data.reshape(num_outputs, -1)
-        if (padded_outputs, padded_inputs) != (num_outputs, num_inputs):
-            padded = np.zeros((padded_outputs, kind.row_bytes(padded_inputs)), np.uint8)
-            padded[:num_outputs, : rows.shape[1]] = rows
+        data = np.ascontiguousarray(weight.data)
+        if len(weight.shape) == 1 and kind.name == "F32":
+            return CpuWeight(None, weight.shape, data.reshape(-1).view(np.float32))
+        num_outputs, num_inputs = (1, *weight.shape)[-2:]
+        rows = data.reshape(num_outputs, -1)
+        padded_inputs = _round_up(num_inputs, kind.multiple)
+        if padded_inputs != num_inputs:
+            padded = np.zeros((num_outputs, kind.row_bytes(padded_inputs)), np.uint8)
+            padded[:, : rows.shape[1]] = rows
             rows = padded
-        return CpuWeight(kind, weight.shape, rows, padded_outputs, padded_inputs)
+        matrix = CpuWeight(kind, (num_outputs, num_inputs), rows, padded_inputs, _address(rows))
+        if len(weight.shape) == 1:
+            return CpuWeight(None, weight.shape, self.embedding(matrix, np.zeros(1, np.int32))[0].copy())
+        self._kinds.add(kind.name)
+        return matrix
 
     # -- operations ---------------------------------------------------------------------------------------------
 
@@ -79,27 +100,27 @@ class CpuDenseOps:
         """See DenseOps.embedding."""
         assert table.kind is not None
         ids = np.ascontiguousarray(token_ids, np.int32)
-        out = np.empty((len(ids), table.num_inputs), np.float32)
+        out = self._buffers.take((len(ids), table.num_inputs))
         if len(ids):
-            args = self._matrix_args(table, ids, out, len(ids))
+            args = self._matrix_args(table, ids, 4, out, len(ids))
             self._run(f"embed-{table.kind.name}", args, parallel=out.size >= _SERIAL_ELEMENTS)
         return out[:, : table.shape[1]]
 
     def linear(self, x: Float32Array, weight: CpuWeight, bias: CpuWeight | None = None) -> Float32Array:
         """See DenseOps.linear."""
         assert weight.kind is not None
-        rows = self._padded_rows(x, weight.num_inputs)
-        out = np.empty((len(rows), weight.num_outputs), np.float32)
-        if len(rows):
-            num_panels = weight.num_outputs // dense_kernels.PANEL_OUTPUTS
-            panels_an_item = max(1, num_panels // (_ITEMS_A_THREAD * self._workers.num_threads))
-            args = self._matrix_args(weight, rows, out, -(-num_panels // panels_an_item))
-            scratch_bytes = 4 * dense_kernels.PANEL_OUTPUTS * weight.num_inputs
-            args[dense_kernels.SCRATCH // 8] = self._scratch_address(scratch_bytes)
-            args[dense_kernels.SCRATCH_BYTES // 8] = scratch_bytes
-            args[dense_kernels.ITEM_OUTPUTS // 8] = panels_an_item * dense_kernels.PANEL_OUTPUTS
-            self._run(f"linear-{weight.kind.name}", args)
-        result = out[:, : weight.shape[0]]
+        num_rows, num_outputs = len(x), weight.shape[0]
+        out = self._buffers.take((num_rows, _round_up(num_outputs, _MULTIPLE)))
+        if num_rows:
+            rows = self._kernel_rows(x, weight.num_inputs)
+            is_direct = num_rows <= dense_kernels.most_direct_rows(self._isa.width)
+            item_outputs = self._item_outputs(weight, is_direct)
+            args = self._matrix_args(weight, rows, 4 * weight.num_inputs, out, -(-num_outputs // item_outputs))
+            args[dense_kernels.ITEM_OUTPUTS // 8] = item_outputs
+            scratch = None if is_direct else self._panels(item_outputs * weight.num_inputs, args)
+            self._run(f"{'direct' if is_direct else 'linear'}-{weight.kind.name}", args)
+            del scratch
+        result = out[:, :num_outputs]
         if bias is not None:
             result += bias.data
         return result
@@ -107,7 +128,7 @@ class CpuDenseOps:
     def rms_norm(self, x: Float32Array, weight: CpuWeight, epsilon: float) -> Float32Array:
         """See DenseOps.rms_norm."""
         x = np.ascontiguousarray(x)
-        out = np.empty_like(x)
+        out = self._buffers.take(x.shape)
         if x.shape[-1] % self._isa.width:
             scale = 1 / np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True) + epsilon)
             return (x * scale.astype(np.float32)) * weight.data
@@ -127,7 +148,7 @@ class CpuDenseOps:
         if size % self._isa.width:
             return gate / (1 + np.exp(-gate)) * up
         gate, up = np.ascontiguousarray(gate), np.ascontiguousarray(up)
-        out = np.empty_like(gate)
+        out = self._buffers.take(gate.shape)
         self._run("silu_mul", _row_args(gate, up, out), parallel=gate.size >= _SERIAL_ELEMENTS)
         return out
 
@@ -175,59 +196,75 @@ class CpuDenseOps:
     def _body(self, name: str) -> dense_kernels.KernelBody:
         what, _, kind = name.partition("-")
         width = self._isa.width
-        if what == "linear":
-            return dense_kernels.make_linear_kernel(width, quant.KINDS[kind])
-        if what == "embed":
-            return dense_kernels.make_embed_kernel(width, quant.KINDS[kind])
+        if kind:
+            makers = {
+                "direct": dense_kernels.make_direct_kernel,
+                "linear": dense_kernels.make_linear_kernel,
+                "embed": dense_kernels.make_embed_kernel,
+            }
+            return makers[what](width, quant.KINDS[kind])
         if what == "rope":
             return dense_kernels.rope_kernel
         make = {"rms_norm": dense_kernels.make_rms_norm_kernel, "silu_mul": dense_kernels.make_silu_mul_kernel}[what]
         return make(width)
 
     def _run(self, name: str, args: npt.NDArray[np.int64], *, parallel: bool = True) -> None:
-        kernel = self._dense_kernel(name)
+        kernel = self._dense_kernels.get(name) or self._dense_kernel(name)
         if parallel:
             self._workers.run(kernel, args)
         else:
             kernel.call(_address(args), 0)
 
     def _matrix_args(
-        self, weight: CpuWeight, x: npt.NDArray[Any], out: Float32Array, num_items: int
+        self, weight: CpuWeight, x: npt.NDArray[Any], x_bytes: int, out: Float32Array, num_items: int
     ) -> npt.NDArray[np.int64]:
-        assert weight.kind is not None
-        args = np.zeros(dense_kernels.NUM_WORDS, np.int64)
-        sizes = (len(x), weight.num_inputs, weight.num_outputs, weight.kind.row_bytes(weight.num_inputs))
-        args[1:9] = (num_items, _address(x), _address(weight.data), _address(out), *sizes)
-        return args
+        inputs, row_bytes, num_steps = weight.step_words()
+        addresses = (_address(x), weight.address, _address(out))
+        sizes = (len(x), inputs, weight.shape[0], row_bytes, 0, 0, 0, x_bytes, 4 * out.shape[1], num_steps)
+        return np.array((0, num_items, *addresses, *sizes), np.int64)
 
-    def _padded_rows(self, x: Float32Array, num_inputs: int) -> Float32Array:
-        if x.shape[1] == num_inputs:
-            return np.ascontiguousarray(x)
-        padded = np.zeros((len(x), num_inputs), np.float32)
-        padded[:, : x.shape[1]] = x
-        return padded
+    def _item_outputs(self, weight: CpuWeight, is_direct: bool) -> int:
+        """Return how many outputs a thread takes at a time: a few items a thread, panels within their limit."""
+        size = _round_up(-(-weight.shape[0] // (_ITEMS_A_THREAD * self._workers.num_threads)), _MULTIPLE)
+        return size if is_direct else min(size, dense_kernels.panel_outputs(weight.num_inputs))
 
-    def _scratch_address(self, thread_bytes: int) -> int:
-        needed = self._workers.num_threads * thread_bytes // 4 + 16
-        if len(self._scratch) < needed:
-            self._scratch = np.empty(needed, np.float32)
-        return -(-_address(self._scratch) // 64) * 64
+    def _kernel_rows(self, x: Float32Array, num_inputs: int) -> Float32Array:
+        """Return x as rows of `num_inputs` values, on whole cache lines where many tiles will read them."""
+        is_whole = x.shape[1] == num_inputs and x.flags.c_contiguous
+        if is_whole and (len(x) <= 8 or _address(x) % CACHE_LINE == 0):
+            return x
+        rows = self._buffers.take((len(x), num_inputs))
+        rows[:, x.shape[1] :] = 0
+        rows[:, : x.shape[1]] = x
+        return rows
+
+    def _panels(self, panel_size: int, args: npt.NDArray[np.int64]) -> Float32Array:
+        """Give each thread a panel of float32; the caller holds the result while the kernel runs."""
+        panels = self._buffers.take((self._workers.num_threads, _round_up(panel_size, CACHE_LINE // 4)))
+        args[dense_kernels.SCRATCH // 8] = _address(panels)
+        args[dense_kernels.SCRATCH_BYTES // 8] = 4 * panels.shape[1]
+        return panels
 
     def _rotations(
         self, positions: Int32Array, inv_freq: Float32Array, scale: float
     ) -> tuple[Float32Array, Float32Array]:
         """Return cosines and sines [num_tokens, num_pairs], computed once for all layers of a step."""
+        key = (positions.tobytes(), scale)
         known = self._angles
-        if known is not None and known[0] is positions and known[1] is inv_freq and known[2] == scale:
-            return known[3], known[4]
+        if known is not None and known.key == key and known.inv_freq is inv_freq:
+            return known.cosines, known.sines
         angles = positions.astype(np.float64)[:, None] * inv_freq.astype(np.float64)
         cosines, sines = ((turn(angles) * scale).astype(np.float32) for turn in (np.cos, np.sin))
-        self._angles = (positions, inv_freq, scale, cosines, sines)
+        self._angles = _Rotations(key, inv_freq, cosines, sines)
         return cosines, sines
 
 
 def _address(array: npt.NDArray[Any]) -> int:
     return int(array.__array_interface__["data"][0])
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
 
 
 def _row_args(x: Float32Array, second: npt.NDArray[Any], out: Float32Array) -> npt.NDArray[np.int64]:

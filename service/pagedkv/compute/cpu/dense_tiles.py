@@ -2,81 +2,139 @@
 
 Every dot product is summed in one order, whatever the tile: each of `width` lanes adds its products in steps of the
 contraction, then the lanes are added in halves. So a row's result does not depend on the rows beside it, bit by bit.
+
+A tile's last rows and outputs may lie beyond the matrix: it then computes the last one that exists again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple
 
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from pagedkv.compute.cpu.simd import f32_vector, literal
-from pagedkv.compute.cpu.simd_emit import (
-    F32,
-    I8,
-    I16,
-    I32,
-    I64,
-    KIND_F16,
-    KIND_F32,
-    emit_convert,
-    emit_fma,
-    emit_int_constant,
-    emit_load_as,
-    emit_pointer,
-    emit_shuffle,
-    emit_splat,
-)
+from pagedkv.compute.cpu.quant_emit import EmitPart
+from pagedkv.compute.cpu.simd_emit import F32, I64, KIND_F32, emit_fma, emit_load_as, emit_pointer, emit_shuffle
 
-TILE_OUTPUTS: Final = 4
+Tile = Callable[..., None]
 
 
-@intrinsic(prefer_literal=True)
-def dense_tile(
-    typingctx: Any,
-    x: Any,
-    x_bytes: Any,
-    weights: Any,
-    weight_bytes: Any,
-    num_inputs: Any,
-    out: Any,
-    out_bytes: Any,
-    num_rows: Any,
-    width: Any,
-) -> Any:
-    """Store out[r, n] = sum_k x[r, k] * weights[n, k] for `num_rows` (literal) rows and four outputs.
+class Parts(NamedTuple):
+    """How a tile walks stored weights: blocks of `block_bytes` bytes with `parts` parts of `part_weights` weights."""
 
-    float32 throughout; `*_bytes` are the strides of rows; `num_inputs` is a multiple of `width` (literal).
+    emit: EmitPart
+    block_bytes: int
+    parts: int
+    part_weights: int
+
+
+def make_tile(stored: Parts, num_rows: int, num_outputs: int, width: int) -> Tile:
+    """Return tile(x, x_bytes, last_row, weights, weight_bytes, last_output, num_blocks, out, out_bytes).
+
+    Stores out[r, n] = sum_k x[r, k] * weights[n, k] for `num_rows` rows and `num_outputs` outputs (a power of two);
+    `*_bytes` are the strides of rows, `last_*` the last row and output that exist, counted from the tile's first.
+    Outputs beyond the last are stored too: rows of `out` are padded.
     """
-    rows, lanes = literal(num_rows), literal(width)
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        x, x_bytes, weights, weight_bytes, num_inputs, out, out_bytes = args[:7]
-        zero = ir.Constant(ir.VectorType(F32, lanes), [0.0] * lanes)
-        sums = [[cgutils.alloca_once_value(builder, zero) for _ in range(TILE_OUTPUTS)] for _ in range(rows)]
-        x_rows = [builder.add(x, builder.mul(x_bytes, ir.Constant(I64, row))) for row in range(rows)]
-        weight_rows = [
-            builder.add(weights, builder.mul(weight_bytes, ir.Constant(I64, n))) for n in range(TILE_OUTPUTS)
-        ]
-        num_steps = builder.udiv(num_inputs, ir.Constant(I64, lanes))
-        with cgutils.for_range(builder, num_steps, intp=I64) as loop:
-            offset = builder.mul(loop.index, ir.Constant(I64, 4 * lanes))
-            columns = [emit_load_as(builder, row, offset, lanes, KIND_F32) for row in weight_rows]
-            for row in range(rows):
-                values = emit_load_as(builder, x_rows[row], offset, lanes, KIND_F32)
-                for n, column in enumerate(columns):
-                    builder.store(emit_fma(builder, values, column, builder.load(sums[row][n])), sums[row][n])
-        for row in range(rows):
-            total = _emit_sums(builder, [builder.load(place) for place in sums[row]])
-            target = emit_pointer(builder, builder.add(out, builder.mul(out_bytes, ir.Constant(I64, row))))
-            builder.store(total, target, align=4)
-        return context.get_dummy_value()
+    @intrinsic
+    def tile(
+        typingctx: Any,
+        x: Any,
+        x_bytes: Any,
+        last_row: Any,
+        weights: Any,
+        weight_bytes: Any,
+        last_output: Any,
+        num_blocks: Any,
+        out: Any,
+        out_bytes: Any,
+    ) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            x, x_bytes, last_row, weights, weight_bytes, last_output, num_blocks, out, out_bytes = args
+            x_rows = _rows(builder, x, x_bytes, last_row, num_rows)
+            weight_rows = _rows(builder, weights, weight_bytes, last_output, num_outputs)
+            sums = _emit_products(builder, stored, x_rows, weight_rows, num_blocks, width)
+            for target, row in zip(_rows(builder, out, out_bytes, last_row, num_rows), sums, strict=True):
+                total = _emit_sums(builder, [builder.load(place) for place in row])
+                builder.store(total, emit_pointer(builder, target), align=4)
+            return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 7, num_rows, width), codegen
+        return types.void(*[types.int64] * 9), codegen
+
+    return tile
+
+
+def make_expand_row(stored: Parts, width: int) -> Tile:
+    """Return expand_row(source, target, num_blocks): one stored row to float32."""
+
+    @intrinsic
+    def expand_row(typingctx: Any, source: Any, target: Any, num_blocks: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            source, target, num_blocks = args
+
+            def step(block: Any, part: Any, first: Any) -> None:
+                place = builder.add(source, builder.mul(block, _constant(stored.block_bytes)))
+                vector = stored.emit(builder, place, part, width)
+                for lane in range(0, stored.part_weights, width):
+                    offset = builder.add(first, _constant(4 * lane))
+                    builder.store(vector(lane), emit_pointer(builder, target, offset), align=4)
+
+            _for_parts(builder, stored, num_blocks, step)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 3), codegen
+
+    return expand_row
+
+
+def _constant(value: int) -> Any:
+    return ir.Constant(I64, value)
+
+
+def _rows(builder: Any, base: Any, stride: Any, last: Any, count: int) -> list[Any]:
+    """Return the addresses of rows 0 .. count-1, none beyond the last."""
+    rows = []
+    for row in range(count):
+        exists = builder.icmp_signed("<", _constant(row), last)
+        rows.append(builder.add(base, builder.mul(stride, builder.select(exists, _constant(row), last))))
+    return rows
+
+
+def _for_parts(builder: Any, stored: Parts, num_blocks: Any, step: Callable[[Any, Any, Any], None]) -> None:
+    """Emit step(block, part, byte offset of the part's first float32) over all parts of a row."""
+    with cgutils.for_range(builder, num_blocks, intp=I64) as blocks:
+        first = builder.mul(blocks.index, _constant(4 * stored.parts * stored.part_weights))
+        if stored.parts == 1:
+            step(blocks.index, _constant(0), first)
+            return
+        with cgutils.for_range(builder, _constant(stored.parts), intp=I64) as parts:
+            offset = builder.mul(parts.index, _constant(4 * stored.part_weights))
+            step(blocks.index, parts.index, builder.add(first, offset))
+
+
+def _emit_products(
+    builder: Any, stored: Parts, x_rows: Sequence[Any], weight_rows: Sequence[Any], num_blocks: Any, width: int
+) -> list[list[Any]]:
+    """Return the places of the lane sums [rows][outputs] after the loop over the contraction."""
+    zero = ir.Constant(ir.VectorType(F32, width), [0.0] * width)
+    sums = [[cgutils.alloca_once_value(builder, zero) for _ in weight_rows] for _ in x_rows]
+
+    def step(block: Any, part: Any, first: Any) -> None:
+        start = builder.mul(block, _constant(stored.block_bytes))
+        vectors = [stored.emit(builder, builder.add(row, start), part, width) for row in weight_rows]
+        for lane in range(0, stored.part_weights, width):
+            offset = builder.add(first, _constant(4 * lane))
+            columns = [vector(lane) for vector in vectors]
+            for row, places in zip(x_rows, sums, strict=True):
+                values = emit_load_as(builder, row, offset, width, KIND_F32)
+                for column, place in zip(columns, places, strict=True):
+                    builder.store(emit_fma(builder, values, column, builder.load(place)), place)
+
+    _for_parts(builder, stored, num_blocks, step)
+    return sums
 
 
 def _emit_sums(builder: Any, vectors: Sequence[Any]) -> Any:
@@ -102,37 +160,4 @@ def _emit_halves(builder: Any, a: Any, b: Any, size: int) -> Any:
     return builder.fadd(emit_shuffle(builder, a, second, low), emit_shuffle(builder, a, second, high))
 
 
-@intrinsic(prefer_literal=True)
-def splat_f16(typingctx: Any, address: Any, width: Any) -> Any:
-    """Return the float16 at the address in every lane, as float32."""
-    lanes = literal(width)
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        bits = builder.load(emit_pointer(builder, args[0]), typ=I16, align=1)
-        return emit_convert(builder, emit_splat(builder, bits, lanes), KIND_F16)
-
-    return f32_vector(lanes)(types.int64, width), codegen
-
-
-@intrinsic(prefer_literal=True)
-def load_bits(typingctx: Any, address: Any, width: Any, shift: Any, mask: Any) -> Any:
-    """Return (byte >> shift) & mask of `width` bytes as float32; shift and mask are literals."""
-    lanes, distance, kept = literal(width), literal(shift), literal(mask)
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        raw = builder.load(emit_pointer(builder, args[0]), typ=ir.VectorType(I8, lanes), align=1)
-        wide = builder.zext(raw, ir.VectorType(I32, lanes))
-        picked = builder.and_(builder.lshr(wide, emit_int_constant(distance, lanes)), emit_int_constant(kept, lanes))
-        return builder.sitofp(picked, ir.VectorType(F32, lanes))
-
-    return f32_vector(lanes)(types.int64, width, shift, mask), codegen
-
-
-@intrinsic
-def load_u8(typingctx: Any, address: Any) -> Any:
-    """Return the byte at the address as int64."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.zext(builder.load(emit_pointer(builder, args[0]), typ=I8, align=1), I64)
-
-    return types.int64(types.int64), codegen
+PANEL_MULTIPLE: Final = 4  # outputs of every tile divide it
