@@ -115,7 +115,8 @@ class ScratchMemory:
 
     def _give_back(self, size: int, pointer: int) -> None:
         with self._lock:
-            self._free[size].append(pointer)
+            if size in self._free:  # else all memory was released
+                self._free[size].append(pointer)
 
     def release(self) -> None:
         """Free everything; the device must be idle."""

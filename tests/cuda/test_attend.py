@@ -1,0 +1,224 @@
+"""Paged attention of the CUDA kernels, executed on the virtual GPU, equals the float64 oracle."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from helpers.attention_cases import (
+    assert_close,
+    attend,
+    blocks_needed,
+    expected,
+    fill,
+    make_case,
+    make_layout,
+    poison,
+)
+from helpers.cuda import make_virtual_backend
+from pagedkv.compute.backend import AttentionParams
+from pagedkv.compute.layout import KvLayout
+from pagedkv.dtypes import DType
+
+FLOATS = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
+SIXTEEN_BIT = (DType.FLOAT16, DType.BFLOAT16)
+CORES_TOLERANCE, TENSOR_TOLERANCE = 2e-6, 2e-3
+
+
+def check(
+    layout: KvLayout,
+    context_lens: list[int],
+    query_lens: list[int],
+    params: AttentionParams | None = None,
+    *,
+    tensor_cores: bool = False,
+    tolerance: float | None = None,
+) -> None:
+    """Attend on a pool poisoned with NaN, with shuffled tables, and compare with the oracle."""
+    backend, driver = make_virtual_backend(layout, min_partition=64, tensor_cores=tensor_cores)
+    case = make_case(layout, context_lens, query_lens, np.random.default_rng(len(context_lens)))
+    poison(backend)
+    fill(backend, case, 1)
+    result = attend(backend, case, 1, params)
+    backend.close()
+    driver.assert_clean()
+    default = TENSOR_TOLERANCE if tensor_cores else CORES_TOLERANCE
+    assert_close(result, expected(case, params), tolerance or default)
+
+
+def layout_for(
+    context_lens: list[int], *, heads: int, kv_heads: int, head_dim: int, block_size: int, dtype: DType
+) -> KvLayout:
+    num_blocks = blocks_needed(context_lens, block_size) + 3
+    return make_layout(heads, kv_heads, head_dim, block_size, num_blocks, 2, dtype)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 112, 128, 192, 256])
+def test_attend_any_head_dim_equals_the_oracle(head_dim, dtype):
+    lens = [1, 15, 16, 17, 70]
+    layout = layout_for(lens, heads=4, kv_heads=2, head_dim=head_dim, block_size=16, dtype=dtype)
+    check(layout, lens, [1, 1, 1, 2, 1])
+
+
+@pytest.mark.parametrize("group_size", [1, 3, 4, 7, 8, 12])
+@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16])
+def test_attend_any_group_size_equals_the_oracle(group_size, dtype):
+    lens = [1, 40, 19]
+    layout = layout_for(lens, heads=2 * group_size, kv_heads=2, head_dim=64, block_size=8, dtype=dtype)
+    check(layout, lens, [1, 1, 3])
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 32, 64, 128])
+def test_attend_any_block_size_and_boundary_length_equals_the_oracle(block_size):
+    lens = [1, block_size - 1, block_size, block_size + 1, 3 * block_size]
+    layout = layout_for(lens, heads=4, kv_heads=1, head_dim=64, block_size=block_size, dtype=DType.FLOAT16)
+    check(layout, lens, [1, 1, 1, 1, 1])
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_attend_several_hundred_keys_split_over_partitions_equals_the_oracle(dtype):
+    lens = [500, 3, 129]
+    layout = layout_for(lens, heads=4, kv_heads=1, head_dim=64, block_size=16, dtype=dtype)
+    check(layout, lens, [1, 1, 2])
+
+
+@pytest.mark.parametrize("dtype", SIXTEEN_BIT)
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+def test_attend_on_tensor_cores_any_head_dim_is_near_the_oracle(head_dim, dtype):
+    lens = [33, 70, 1, 0]
+    layout = layout_for(lens, heads=4, kv_heads=1, head_dim=head_dim, block_size=16, dtype=dtype)
+    check(layout, lens, [20, 1, 1, 0], tensor_cores=True)
+
+
+@pytest.mark.parametrize("group_size", [1, 3, 7, 8])
+def test_attend_on_tensor_cores_any_group_size_is_near_the_oracle(group_size):
+    lens = [90, 17]
+    layout = layout_for(lens, heads=2 * group_size, kv_heads=2, head_dim=64, block_size=8, dtype=DType.BFLOAT16)
+    check(layout, lens, [13, 1], tensor_cores=True)
+
+
+OPTIONS = {
+    "scale": AttentionParams(scale=0.3),
+    "window": AttentionParams(window=9),
+    "window-of-one": AttentionParams(window=1),
+    "soft-cap": AttentionParams(soft_cap=1.5),
+    "alibi": AttentionParams(alibi_slopes=np.array([0.5, 0.25, 0.125, 0.0625], np.float32)),
+    "sinks": AttentionParams(sinks=np.array([0.5, -3.0, 8.0, -np.inf], np.float32)),
+    "all": AttentionParams(
+        scale=0.2,
+        window=40,
+        soft_cap=3.0,
+        alibi_slopes=np.array([0.1, -0.1, 0.0, 1.0], np.float32),
+        sinks=np.array([1.0, 0.0, -1.0, 2.0], np.float32),
+    ),
+}
+
+
+@pytest.mark.parametrize("tensor_cores", [False, True], ids=["cores", "tensor-cores"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_attend_with_an_option_equals_the_oracle(name, tensor_cores):
+    lens = [100, 17, 1]
+    layout = layout_for(lens, heads=4, kv_heads=2, head_dim=64, block_size=16, dtype=DType.FLOAT16)
+    check(layout, lens, [9, 1, 1], OPTIONS[name], tensor_cores=tensor_cores)
+
+
+def test_attend_behind_a_window_never_reads_released_table_entries():
+    layout = make_layout(4, 2, 64, 8, 32, 2)
+    backend, driver = make_virtual_backend(layout)
+    case = make_case(layout, [100], [1], np.random.default_rng(0))
+    fill(backend, case, 1)
+    params = AttentionParams(window=10)
+    exact = expected(case, params)
+    case.batch.block_tables[0, : (100 - 10) // 8] = 2**31 - 1
+    assert_close(attend(backend, case, 1, params), exact)
+    backend.close()
+    driver.assert_clean()
+
+
+def test_attend_without_queries_gives_nothing():
+    layout = make_layout()
+    backend, _ = make_virtual_backend(layout)
+    output, lse = attend(backend, make_case(layout, [0, 20], [0, 0], np.random.default_rng(0)), 0)
+    assert output.shape == (0, 8, 64)
+    assert lse.shape == (0, 8)
+    backend.close()
+
+
+@pytest.mark.parametrize("heads", [4, 8])
+def test_kn07_all_256_dims_of_all_heads_are_right(heads):
+    layout = make_layout(heads, 1, 256, 16, 8, 2, DType.FLOAT16)
+    backend, _ = make_virtual_backend(layout)
+    case = make_case(layout, [37], [1], np.random.default_rng(0))
+    case.values[0][...] = np.arange(256, dtype=np.float16) / 256
+    fill(backend, case, 1)
+    output, _ = attend(backend, case, 1)
+    np.testing.assert_allclose(output, np.broadcast_to(np.arange(256) / 256, output.shape), rtol=1e-6)
+    backend.close()
+
+
+def test_kn12_long_contexts_need_no_more_shared_memory():
+    lens = [4100]
+    layout = layout_for(lens, heads=1, kv_heads=1, head_dim=64, block_size=128, dtype=DType.FLOAT16)
+    check(layout, lens, [1])
+
+
+@pytest.mark.parametrize("order", [(64, 700), (700, 64)])
+def test_kn28_scratch_is_sized_by_the_live_shape(order):
+    layout = make_layout(4, 2, 64, 16, 96, 1)
+    backend, driver = make_virtual_backend(layout, min_partition=64)
+    for length in order:
+        for batch_size in (1, 2):
+            case = make_case(layout, [length] * batch_size, [1] * batch_size, np.random.default_rng(length))
+            fill(backend, case, 0)
+            assert_close(attend(backend, case, 0), expected(case))
+    backend.close()
+    driver.assert_clean()
+
+
+def test_kn01_offsets_beyond_32_bits_are_exact():
+    """A far block: the pool's address is moved back, so that only 64-bit arithmetic lands in the allocation."""
+    layout = make_layout(2, 1, 64, 16, 4, 1, DType.BFLOAT16)
+    far = KvLayout(layout.shape, 2**20, 16)
+    backend, driver = make_virtual_backend(layout)
+    case = make_case(layout, [40], [1], np.random.default_rng(0))
+    shift = 2**20 - 4
+    backend.layout = far
+    backend.pool.pointer -= shift * layout.block_bytes
+    assert shift * layout.block_bytes > 2**31
+    case.batch.block_tables[0, :3] += shift
+    case.slots[0][:] += shift * 16
+    fill(backend, case, 0)
+    assert_close(attend(backend, case, 0), expected(case))
+    backend.pool.pointer += shift * layout.block_bytes
+    backend.close()
+    driver.assert_clean()
+
+
+def quantised(rows: np.ndarray) -> np.ndarray:
+    """Return what e4m3 with a scale per row keeps of float32 rows."""
+    import ml_dtypes
+
+    scale = np.abs(rows).max(-1, keepdims=True) / np.float32(448)
+    return (rows / scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * scale
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+def test_attend_on_float8_storage_equals_the_oracle_on_the_stored_values(head_dim):
+    lens = [1, 33, 90]
+    layout = layout_for(lens, heads=4, kv_heads=2, head_dim=head_dim, block_size=16, dtype=DType.FLOAT8_E4M3)
+    backend, driver = make_virtual_backend(layout, min_partition=64)
+    case = make_case(layout, lens, [1, 2, 1], np.random.default_rng(0))
+    poison(backend)
+    fill(backend, case, 1)
+    result = attend(backend, case, 1)
+    for arrays in (case.keys, case.values):
+        arrays[:] = [quantised(array) for array in arrays]
+    exact = expected(case)
+    # rounding to e4m3 may go the other way where 448 / max and x / (max / 448) differ in the last bit
+    assert_close(result, exact, 5e-3)
+    assert math.isfinite(float(result[1].max()))
+    backend.close()
+    driver.assert_clean()

@@ -1,0 +1,138 @@
+"""The ordering law on streams that run as late, or in as odd an order, as their events allow."""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import pytest
+
+from helpers.attention_cases import assert_close, attend, expected, fill, make_case, make_layout
+from helpers.cuda import make_virtual_backend
+from pagedkv.compute.backend import AttentionParams
+from pagedkv.errors import DeviceError
+
+
+@pytest.mark.parametrize("schedule", ["lazy", *range(5)])
+def test_sc01_a_step_uses_its_own_table_though_the_next_one_is_prepared(schedule):
+    layout = make_layout(2, 1, 64, 8, 8, 1)
+    backend, driver = make_virtual_backend(layout, schedule=schedule)
+    case = make_case(layout, [8], [1], np.random.default_rng(0))
+    other = make_case(layout, [8], [1], np.random.default_rng(1))
+    fill(backend, case, 0)
+    if case.batch.block_tables[0, 0] != other.batch.block_tables[0, 0]:
+        fill(backend, other, 0)
+
+    def job_for(one):
+        def job():
+            result = backend.attend(0, backend.from_host(one.queries), one.batch, AttentionParams())
+            return backend.to_host(result.output), backend.to_host(result.lse)
+
+        return job
+
+    futures = [(one, backend.submit(job_for(one))) for one in (case, other) * 4]
+    for one, future in futures:
+        assert_close(future.result(), expected(one))
+    backend.close()
+    driver.assert_clean()
+
+
+@pytest.mark.parametrize("schedule", ["lazy", *range(8)])
+def test_sc02_a_swap_out_reads_what_the_writer_before_it_wrote_and_nothing_later(schedule):
+    layout = make_layout(2, 1, 64, 8, 2, 1)
+    backend, driver = make_virtual_backend(layout, schedule=schedule)
+    rows = np.random.default_rng(0).standard_normal((2, 8, 1, 64)).astype(np.float32)
+
+    def step(keys):
+        backend.write_kv(0, backend.from_host(keys), backend.from_host(keys), np.arange(8))
+        return backend.read_block(0)
+
+    futures = [backend.submit(lambda r=r: step(rows[r % 2])) for r in range(6)]
+    for index, future in enumerate(futures):
+        stored = future.result().view(np.float32).reshape(2, 8, 64)
+        np.testing.assert_array_equal(stored[0], rows[index % 2][:, 0])
+    backend.close()
+    driver.assert_clean()
+
+
+@pytest.mark.parametrize("schedule", ["lazy", *range(5)])
+def test_sc12_a_swap_in_from_a_dropped_host_array_writes_its_bytes(schedule):
+    layout = make_layout(2, 1, 64, 8, 2, 1)
+    backend, driver = make_virtual_backend(layout, schedule=schedule)
+    futures = []
+    for number in range(8):
+        source = np.full(layout.block_bytes, number, np.uint8)
+
+        def job(data=source):
+            backend.write_block(0, data)
+            data[:] = 0xEE  # the caller's array is free at once
+            return backend.read_block(0)
+
+        futures.append(backend.submit(job))
+        del source, job
+        gc.collect(0)
+    for number, future in enumerate(futures):
+        assert (future.result() == number).all()
+    backend.close()
+    driver.assert_clean()
+
+
+@pytest.mark.parametrize("schedule", ["lazy", *range(5)])
+def test_sc14_nothing_zeroes_new_pool_memory_after_the_first_write(schedule):
+    layout = make_layout(2, 1, 64, 8, 2, 1)
+    backend, driver = make_virtual_backend(layout, schedule=schedule)
+    data = np.full(layout.block_bytes, 7, np.uint8)
+    backend.submit(lambda: backend.write_block(1, data)).result()
+    assert (backend.submit(lambda: backend.read_block(1)).result() == 7).all()
+    backend.close()
+    driver.assert_clean()
+
+
+def test_a_copy_on_write_then_a_write_then_attention_in_one_job_see_one_another():
+    layout = make_layout(4, 2, 64, 8, 8, 1)
+    for schedule in range(6):
+        backend, driver = make_virtual_backend(layout, schedule=schedule)
+        case = make_case(layout, [12], [1], np.random.default_rng(schedule))
+        fill(backend, case, 0)
+        fresh = next(b for b in range(8) if b not in case.batch.block_tables[0, :2])
+        old = int(case.batch.block_tables[0, 1])
+        case.batch.block_tables[0, 1] = fresh
+        row = np.random.default_rng(9).standard_normal((1, 2, 64)).astype(np.float32)
+        case.keys[0][11], case.values[0][11] = row[0], row[0]
+
+        def job(case=case, backend=backend, old=old, fresh=fresh, row=row):
+            backend.copy_blocks([(old, fresh)])
+            rows = backend.from_host(row)
+            backend.write_kv(0, rows, rows, np.array([fresh * 8 + 3]))
+            result = backend.attend(0, backend.from_host(case.queries), case.batch, AttentionParams())
+            return backend.to_host(result.output), backend.to_host(result.lse)
+
+        assert_close(backend.submit(job).result(), expected(case))
+        backend.close()
+        driver.assert_clean()
+
+
+def test_a_fault_fails_its_job_and_every_later_one():
+    layout = make_layout(num_blocks=2)
+    backend, _ = make_virtual_backend(layout)
+    backend.pool.pointer += 1 << 40
+    rows = np.zeros((1, 2, 64), np.float32)
+    future = backend.submit(
+        lambda: backend.write_kv(0, backend.from_host(rows), backend.from_host(rows), np.array([0]))
+    )
+    with pytest.raises(DeviceError, match="ILLEGAL_ADDRESS"):
+        future.result()
+    assert backend.failure is not None
+    with pytest.raises(DeviceError):
+        backend.submit(lambda: attend(backend, make_case(layout, [1], [1], np.random.default_rng(0)), 0)).result()
+    backend.close()
+
+
+def test_a_jobs_own_error_reaches_its_future_alone():
+    backend, _ = make_virtual_backend(make_layout(num_blocks=2))
+    with pytest.raises(ZeroDivisionError):
+        backend.submit(lambda: 1 // 0).result()
+    assert backend.submit(lambda: 5).result() == 5
+    backend.close()
+    with pytest.raises(DeviceError, match="closed"):
+        backend.submit(lambda: 5)
