@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import grpc
 from grpc.aio import AbortError, ServerInterceptor
 
-from pagedkv.errors import PagedKvError
+from pagedkv.errors import PagedKvError, QuotaExceeded
 from pagedkv.rpc.status import code_of, refusal, to_status
 
 _log = logging.getLogger(__name__)
@@ -34,10 +34,15 @@ class NullRpcObserver:
 
 
 class ErrorInterceptor(ServerInterceptor):
-    """Turns our exceptions into their statuses, and all others into INTERNAL with an id that the log explains."""
+    """Turns our exceptions into their statuses, and all others into INTERNAL with an id that the log explains.
 
-    def __init__(self, observer: RpcObserver) -> None:
+    Streams beyond `max_streams` open at once are refused with QuotaExceeded.
+    """
+
+    def __init__(self, observer: RpcObserver, max_streams: int) -> None:
         self._observer = observer
+        self._max_streams = max_streams
+        self._num_streams = 0
 
     async def intercept_service(
         self,
@@ -70,7 +75,7 @@ class ErrorInterceptor(ServerInterceptor):
                 response = await behaviour(request, context)
             except BaseException as error:
                 await self._fail(method, context, error, time.perf_counter() - started)
-            self._observer.on_rpc(method, "OK", time.perf_counter() - started)
+            self._note(method, "OK", time.perf_counter() - started)
             return response
 
         return call
@@ -78,28 +83,41 @@ class ErrorInterceptor(ServerInterceptor):
     def _wrap_stream(self, method: str, behaviour: Any) -> Any:
         async def call(request: Any, context: Any) -> AsyncIterator[Any]:
             started = time.perf_counter()
+            self._num_streams += 1
             try:
+                self._check_streams()
                 async for response in behaviour(request, context):
                     yield response
             except BaseException as error:
                 await self._fail(method, context, error, time.perf_counter() - started)
-            self._observer.on_rpc(method, "OK", time.perf_counter() - started)
+            finally:
+                self._num_streams -= 1
+            self._note(method, "OK", time.perf_counter() - started)
 
         return call
+
+    def _check_streams(self) -> None:
+        limit = self._max_streams
+        if self._num_streams > limit:
+            raise QuotaExceeded(f"{limit} streams are open already", field="max_streams", limit=limit)
+
+    def _note(self, method: str, code: str, seconds: float) -> None:
+        _log.debug("%s %s after %.1f ms", method, code, seconds * 1_000)
+        self._observer.on_rpc(method, code, seconds)
 
     async def _fail(self, method: str, context: Any, error: BaseException, seconds: float) -> None:
         """End the call with the error's status; always raises."""
         if isinstance(error, PagedKvError):
-            self._observer.on_rpc(method, code_of(error).name, seconds)
+            self._note(method, code_of(error).name, seconds)
             await context.abort_with_status(to_status(error))
         if isinstance(error, AbortError):
             raise error
         if isinstance(error, GeneratorExit) or (isinstance(error, asyncio.CancelledError) and _is_callers(context)):
-            self._observer.on_rpc(method, "CANCELLED", seconds)
+            self._note(method, "CANCELLED", seconds)
             raise error
         error_id = secrets.token_hex(6)
         _log.error("%s failed [%s]", method, error_id, exc_info=error)
-        self._observer.on_rpc(method, "INTERNAL", seconds)
+        self._note(method, "INTERNAL", seconds)
         message = f"internal error {error_id}; the server's log explains it"
         await context.abort_with_status(refusal(grpc.StatusCode.INTERNAL, PagedKvError.reason, message))
 

@@ -30,16 +30,21 @@ _SERVICES = (
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """Where the server listens and what it accepts. Port 0 takes a free one."""
+    """Where the server listens and what it accepts. Port 0 takes a free one.
+
+    `max_streams` bounds the Generate and Step calls that are open at once, over all clients.
+    """
 
     host: str = "127.0.0.1"
     port: int = 50051
     insecure: bool = False
     max_message_bytes: int = 64 * 2**20
+    max_streams: int = 4096
 
     def __post_init__(self) -> None:
         require(0 <= self.port < 65536, "port", "must be in [0, 65535]", self.port, 65535)
         require(self.max_message_bytes >= 2**20, "max_message_bytes", "must be at least 1 MiB", self.max_message_bytes)
+        require(self.max_streams >= 1, "max_streams", "must be at least 1", self.max_streams, 1)
         safe = self.insecure or _is_loopback(self.host)
         require(safe, "host", "is not loopback and there is no TLS; say --insecure to bind it all the same", self.host)
 
@@ -58,7 +63,8 @@ class Server:
     ) -> None:
         self._config = config
         self._server = grpc.aio.server(
-            interceptors=[ErrorInterceptor(observer or NullRpcObserver())], options=_channel_options(config)
+            interceptors=[ErrorInterceptor(observer or NullRpcObserver(), config.max_streams)],
+            options=_channel_options(config),
         )
         self._health = health_aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)

@@ -1,0 +1,79 @@
+"""Streams of the cache service: how many there may be, and what long ones hold."""
+
+import asyncio
+import contextlib
+import gc
+import logging
+
+import psutil
+import pytest
+
+from helpers.server import serving
+from helpers.wire import make_queries, make_rows
+from pagedkv.client import AsyncClient
+from pagedkv.errors import InvalidArgument, QuotaExceeded
+from pagedkv.rpc.server import ServerConfig
+
+
+@contextlib.asynccontextmanager
+async def running(**options):
+    """Yield a client of a server with a sequence "a" of 16 tokens in layer 0."""
+    async with serving(**options) as served, AsyncClient(served.address, timeout=60) as client:
+        await client.allocate("a")
+        await client.append("a", *make_rows(16), layer=0)
+        await client.attend(["a"], make_queries(1), layer=0)  # whatever the first one compiles
+        yield client
+
+
+async def test_streams_beyond_the_limit_are_refused_at_once_and_others_go_on_gr_10():
+    async with running(max_streams=3) as client:
+        steps = [client.step() for _ in range(20)]
+        answers = await asyncio.wait_for(
+            asyncio.gather(*(step.attend(["a"], make_queries(1), layer=0) for step in steps), return_exceptions=True),
+            10,
+        )
+        refused = [answer for answer in answers if isinstance(answer, QuotaExceeded)]
+        assert len(refused) == 17
+        assert refused[0].limit == 3
+        kept = [step for step, answer in zip(steps, answers, strict=True) if not isinstance(answer, QuotaExceeded)]
+        for step in kept:
+            await step.attend(["a"], make_queries(1), layer=0)
+            await step.close()
+        assert (await client.audit()).ok
+
+
+async def test_ended_stream_makes_room_for_another_gr_10():
+    async with running(max_streams=1) as client:
+        for _ in range(5):
+            async with client.step() as step:
+                await step.attend(["a"], make_queries(1), layer=0)
+            await client.usage()  # the server has seen the cancellation by the time it answers
+
+
+def test_no_streams_at_all_is_refused():
+    with pytest.raises(InvalidArgument) as caught:
+        ServerConfig(max_streams=0)
+    assert caught.value.field == "max_streams"
+
+
+async def test_long_stream_keeps_no_message_gr_18():
+    """2,000 messages of 16 KiB each way; kept ones would be 64 MiB."""
+    async with running() as client, client.step() as step:
+        queries, process = make_queries(16), psutil.Process()
+
+        async def send(count):
+            for _ in range(count):
+                await step.attend(["a"], queries, layer=0, query_lens=[16])
+            gc.collect()
+            return process.memory_info().rss
+
+        before = await send(200)
+        assert await send(2_000) - before < 20 * 2**20
+
+
+async def test_each_call_is_logged_with_its_status_and_time(caplog):
+    async with running() as client:
+        with caplog.at_level(logging.DEBUG, logger="pagedkv.rpc.interceptors"):
+            await client.usage()
+    lines = [record.getMessage() for record in caplog.records if record.name == "pagedkv.rpc.interceptors"]
+    assert any(line.startswith("KvCache/GetUsage OK after ") for line in lines)
