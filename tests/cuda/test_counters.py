@@ -45,14 +45,14 @@ def test_tensor_core_path_uses_mma_without_bank_conflicts():
     backend.close()
 
 
-def test_write_kv_and_copy_blocks_move_each_sector_once():
+def test_write_kv_and_copy_blocks_move_each_sector_of_the_pool_once():
     layout = make_layout(32, 8, 128, 16, 4, 1, DType.FLOAT16)
     backend, driver = make_virtual_backend(layout)
     case = make_case(layout, [32], [1], np.random.default_rng(0))
     fill(backend, case, 0)
+    sectors = 2 * layout.block_bytes // 32
+    np.testing.assert_array_equal(read_of_pool(driver, backend), [0, 0, sectors, sectors])
+    assert driver.launches[0].global_load_bytes[16] * 16 == 2 * layout.block_bytes  # sources; the rest are slots
     backend.submit(lambda: backend.copy_blocks([(0, 2), (1, 3)])).result()
-    write, copy = driver.launches[0], driver.launches[-1]
-    assert (write.kernel, copy.kernel) == ("write_kv", "copy_blocks")
-    assert max(write.write_ratio, copy.write_ratio, copy.read_ratio) <= 1.02
-    assert write.global_load_bytes[16] * 16 == 2 * 32 * 8 * 128 * 2  # the sources; the rest are slots
+    np.testing.assert_array_equal(read_of_pool(driver, backend), [sectors, sectors, 2 * sectors, 2 * sectors])
     backend.close()
