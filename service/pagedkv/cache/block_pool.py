@@ -1,7 +1,7 @@
 """The pool's blocks: who is free, who is held how often, and which full blocks can be found by their hash.
 
 Free blocks are a stack, cached ones an OrderedDict from the least to the most recently released: it is an intrusive
-doubly linked list in C, O(1) from the middle, which measured faster than one of our own; and as blocks that nobody
+doubly linked list in C, O(1) from the middle; and as blocks that nobody
 can find are never taken from the middle, they need no links and move in slices. Free blocks are given out before any
 cached one is evicted. Release goes from the tail of a table to its head, so that of one release the deepest block is
 evicted first, and a cached block's parent is always still there.
