@@ -18,7 +18,7 @@ from pagedkv.compute.cuda.streams import Events, JobQueue, StreamPair
 from pagedkv.config import require
 
 ARRAY_CODES = {np.dtype(np.float32): 0, np.dtype(np.float16): 1, np.dtype(ml_dtypes.bfloat16): 2}
-STAGING_LIMIT = 16 << 20  # larger arrays are copied from pageable memory, in the same stream's order
+STAGING_LIMIT = 32 << 20  # bytes a job stages in pinned memory; beyond it copies go from pageable memory, in order
 
 
 def require_array(array: Any, field: str) -> int:
@@ -55,11 +55,12 @@ class Device:
         self._functions: dict[Variant, Function] = {}
         self._modules: list[Any] = []
         self._inputs: dict[int, tuple[Any, DeviceArray]] = {}
+        self._staged_bytes = 0
         self._is_closed = False
 
     def begin_job(self) -> None:
         """Forget the host arrays of the job before."""
-        self._inputs = {}
+        self._inputs, self._staged_bytes = {}, 0
 
     def function(self, variant: Variant) -> Function:
         """Return a loaded kernel, compiling it first if need be."""
@@ -90,7 +91,8 @@ class Device:
 
     def copy_in(self, pointer: int, source: npt.NDArray[Any], stream: Any) -> None:
         """Enqueue a copy of a contiguous host array to the device; its content is read before this returns."""
-        if source.nbytes > STAGING_LIMIT:
+        self._staged_bytes += source.nbytes
+        if self._staged_bytes > STAGING_LIMIT:
             self.driver.call("cuMemcpyHtoDAsync", pointer, source.ctypes.data, source.nbytes, stream)
             return
         buffer = self.pinned.take(source.nbytes)
