@@ -96,7 +96,7 @@ def make_direct_kernel(width: int, kind: StorageKind) -> KernelBody:
 
 def make_direct_step(width: int, kind: StorageKind, tile_rows: int, tile_outputs: int) -> Step:
     """Return step(args, first, stop): all rows (at most tile_rows) times outputs [first, stop)."""
-    tile = make_tile(kind.parts, tile_rows, tile_outputs, width)
+    tile = make_tile(kind.parts, tile_rows, tile_outputs, width, prefetch=True)
 
     @compiled
     def step(args: int, first: int, stop: int) -> None:

@@ -17,9 +17,19 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from pagedkv.compute.cpu.quant_emit import EmitPart
-from pagedkv.compute.cpu.simd_emit import F32, I64, KIND_F32, emit_fma, emit_load_as, emit_pointer, emit_shuffle
+from pagedkv.compute.cpu.simd_emit import (
+    F32,
+    I64,
+    KIND_F32,
+    emit_fma,
+    emit_load_as,
+    emit_pointer,
+    emit_prefetch,
+    emit_shuffle,
+)
 
 Tile = Callable[..., None]
+_TILES_AHEAD: Final = 2  # memory answers within the time of a tile or two
 
 
 class Parts(NamedTuple):
@@ -31,12 +41,12 @@ class Parts(NamedTuple):
     part_weights: int
 
 
-def make_tile(stored: Parts, num_rows: int, num_outputs: int, width: int) -> Tile:
+def make_tile(stored: Parts, num_rows: int, num_outputs: int, width: int, *, prefetch: bool = False) -> Tile:
     """Return tile(x, x_bytes, last_row, weights, weight_bytes, last_output, num_blocks, out, out_bytes).
 
     Stores out[r, n] = sum_k x[r, k] * weights[n, k] for `num_rows` rows and `num_outputs` outputs (a power of two);
     `*_bytes` are the strides of rows, `last_*` the last row and output that exist, counted from the tile's first.
-    Outputs beyond the last are stored too: rows of `out` are padded.
+    Outputs beyond the last are stored too: rows of `out` are padded. `prefetch` asks for the rows two tiles ahead.
     """
 
     @intrinsic
@@ -56,7 +66,8 @@ def make_tile(stored: Parts, num_rows: int, num_outputs: int, width: int) -> Til
             x, x_bytes, last_row, weights, weight_bytes, last_output, num_blocks, out, out_bytes = args
             x_rows = _rows(builder, x, x_bytes, last_row, num_rows)
             weight_rows = _rows(builder, weights, weight_bytes, last_output, num_outputs)
-            sums = _emit_products(builder, stored, x_rows, weight_rows, num_blocks, width)
+            ahead = builder.mul(weight_bytes, _constant(_TILES_AHEAD * num_outputs)) if prefetch else None
+            sums = _emit_products(builder, stored, x_rows, weight_rows, num_blocks, width, ahead)
             for target, row in zip(_rows(builder, out, out_bytes, last_row, num_rows), sums, strict=True):
                 total = _emit_sums(builder, [builder.load(place) for place in row])
                 builder.store(total, emit_pointer(builder, target), align=4)
@@ -116,7 +127,13 @@ def _for_parts(builder: Any, stored: Parts, num_blocks: Any, step: Callable[[Any
 
 
 def _emit_products(
-    builder: Any, stored: Parts, x_rows: Sequence[Any], weight_rows: Sequence[Any], num_blocks: Any, width: int
+    builder: Any,
+    stored: Parts,
+    x_rows: Sequence[Any],
+    weight_rows: Sequence[Any],
+    num_blocks: Any,
+    width: int,
+    ahead: Any,
 ) -> list[list[Any]]:
     """Return the places of the lane sums [rows][outputs] after the loop over the contraction."""
     zero = ir.Constant(ir.VectorType(F32, width), [0.0] * width)
@@ -124,13 +141,18 @@ def _emit_products(
 
     def step(block: Any, part: Any, first: Any) -> None:
         start = builder.mul(block, _constant(stored.block_bytes))
-        vectors = [stored.emit(builder, builder.add(row, start), part, width) for row in weight_rows]
+        places = [builder.add(row, start) for row in weight_rows]
+        vectors = [stored.emit(builder, place, part, width) for place in places]
+        if ahead is not None:
+            part_start = builder.mul(part, _constant(stored.block_bytes // stored.parts))
+            for place in places:
+                emit_prefetch(builder, emit_pointer(builder, builder.add(place, part_start), ahead))
         for lane in range(0, stored.part_weights, width):
             offset = builder.add(first, _constant(4 * lane))
             columns = [vector(lane) for vector in vectors]
-            for row, places in zip(x_rows, sums, strict=True):
+            for row, row_sums in zip(x_rows, sums, strict=True):
                 values = emit_load_as(builder, row, offset, width, KIND_F32)
-                for column, place in zip(columns, places, strict=True):
+                for column, place in zip(columns, row_sums, strict=True):
                     builder.store(emit_fma(builder, values, column, builder.load(place)), place)
 
     _for_parts(builder, stored, num_blocks, step)
