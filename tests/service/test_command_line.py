@@ -88,6 +88,7 @@ def test_flags_win_over_environment_over_file(tmp_path):
         (("serve", "--no-model", "--memory", "900GiB"), "memory"),
         (("serve", "--no-model", "--blocks", "4", "--host", "0.0.0.0"), "insecure"),
         (("serve",), "model: is needed"),
+        (("serve", "--no-model", "--blocks", "4", "--backend", "tpu"), "backend: must be auto, cpu or cuda"),
         (("serve", __file__), "GGUF"),
     ],
 )
@@ -106,9 +107,9 @@ def test_parse_memory_takes_sizes_and_fractions(text, expected):
     assert parse_memory(text, 1000) == expected
 
 
-@pytest.mark.parametrize("field", ["port", "blocks", "threads", "drain_seconds"])
+@pytest.mark.parametrize("field", ["port", "backend", "blocks", "threads", "drain_seconds"])
 def test_serve_options_out_of_range_are_refused_by_name(field):
-    bad = {"port": 65536, "blocks": 0, "threads": 0, "drain_seconds": -1.0}
+    bad = {"port": 65536, "backend": "tpu", "blocks": 0, "threads": 0, "drain_seconds": -1.0}
     with pytest.raises(InvalidArgument) as caught:
         ServeOptions(model="smollm2", shape=None, **{field: bad[field]})
     assert caught.value.field == field

@@ -12,10 +12,11 @@ from pagedkv.cli.options import ServeOptions, parse_memory
 from pagedkv.compute.backend import Backend
 from pagedkv.compute.cpu.backend import CpuBackend
 from pagedkv.compute.cpu.pool import available_memory
+from pagedkv.compute.cuda.select import open_cuda_backend
 from pagedkv.compute.layout import KvLayout
 from pagedkv.config import CacheConfig, EngineConfig, KvShape
 from pagedkv.engine import Engine
-from pagedkv.errors import InvalidArgument
+from pagedkv.errors import DeviceError, InvalidArgument
 from pagedkv.metrics.http import MetricsServer
 from pagedkv.metrics.service import ServiceMetrics
 from pagedkv.model import LoadedModel, ModelConfig, load_model, read_model_config
@@ -101,10 +102,10 @@ def build_service(
     shape = options.shape if config is None else config.kv_shape(options.dtype)
     assert shape is not None
     layout = _size_pool(options, shape)
-    backend = CpuBackend(layout, num_threads=options.threads, on_compile=on_compile)
-    say(f"[bold]backend[/]  {backend.name}, {backend.isa}, {backend.num_threads} threads")
+    backend = _open_backend(options, layout, on_compile, say)
     model = None if path is None else load_model(path, backend)
-    backend.warm_up()
+    if isinstance(backend, CpuBackend):
+        backend.warm_up()
     say(_describe_pool(layout, options))
     cache = CacheManager(
         CacheConfig(
@@ -146,6 +147,26 @@ def _size_pool(options: ServeOptions, shape: KvShape) -> KvLayout:
             limit=one_block.block_bytes,
         )
     return KvLayout(shape, num_blocks, options.block_size)
+
+
+def _open_backend(
+    options: ServeOptions, layout: KvLayout, on_compile: OnProgress | None, say: Callable[[str], None]
+) -> Backend:
+    """Open the backend asked for; "auto" takes a GPU where there is one. Says which it is and why."""
+    reason = "as asked"
+    if options.backend != "cpu":
+        try:
+            backend = open_cuda_backend(layout)
+        except DeviceError as error:
+            if options.backend == "cuda":
+                raise
+            reason = f"no GPU: {error.message}"
+        else:
+            say("[bold]backend[/]  cuda")
+            return backend
+    cpu = CpuBackend(layout, num_threads=options.threads, on_compile=on_compile)
+    say(f"[bold]backend[/]  cpu, {cpu.isa}, {cpu.num_threads} threads ({reason})")
+    return cpu
 
 
 def _engine_config(options: ServeOptions) -> EngineConfig:

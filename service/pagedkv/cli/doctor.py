@@ -12,6 +12,7 @@ from rich.table import Table
 
 from pagedkv.cli.progress import CompileProgress
 from pagedkv.compute.cpu.backend import CpuBackend
+from pagedkv.compute.cuda.doctor import examine_cuda
 from pagedkv.compute.layout import KvLayout
 from pagedkv.config import KvShape
 from pagedkv.dtypes import DType
@@ -31,6 +32,9 @@ def run_doctor() -> int:
         console.print(f"[red]failed[/] cpu backend: {problem}", highlight=False)
         return 1
     console.print("[green]ok[/] cpu backend: kernels compiled; a block written, copied, read back in each storage type")
+    for finding in examine_cuda():
+        mark = "[green]ok[/]" if finding.ok else "[yellow]--[/]"
+        console.print(f"{mark} {finding.subject}: {finding.text}", highlight=False)
     return 0
 
 

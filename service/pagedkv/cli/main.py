@@ -35,6 +35,7 @@ MetricsPort = Annotated[
     int,
     typer.Option(envvar="PAGEDKV_METRICS_PORT", help="HTTP port of /metrics, /health, /ready, the page map; -1: off."),
 ]
+BackendName = Annotated[str, typer.Option(envvar="PAGEDKV_BACKEND", help="auto, cpu or cuda.")]
 Blocks = Annotated[int | None, typer.Option(envvar="PAGEDKV_BLOCKS", help="Blocks in the pool; wins over --memory.")]
 Memory = Annotated[
     str, typer.Option(envvar="PAGEDKV_MEMORY", help='Pool size: "2GiB", or a share of the free memory, "0.5".')
@@ -65,6 +66,7 @@ def serve(
     host: Host = "127.0.0.1",
     port: Port = 50051,
     metrics_port: MetricsPort = 9400,
+    backend: BackendName = "auto",
     blocks: Blocks = None,
     memory: Memory = "1GiB",
     block_size: BlockSize = 16,
@@ -89,6 +91,7 @@ def serve(
             host=host,
             port=port,
             metrics_port=None if metrics_port < 0 else metrics_port,
+            backend=backend,
             blocks=blocks,
             memory=memory,
             block_size=block_size,

@@ -41,6 +41,7 @@ class ServeOptions:
     host: str = "127.0.0.1"
     port: int = 50051
     metrics_port: int | None = 9400
+    backend: str = "auto"
     blocks: int | None = None
     memory: str = "1GiB"
     block_size: int = 16
@@ -55,6 +56,7 @@ class ServeOptions:
     def __post_init__(self) -> None:
         require((self.model is None) != (self.shape is None), "model", "is needed, or --no-model", self.model)
         require(0 <= self.port < 65536, "port", "must be in [0, 65535]", self.port, 65535)
+        require(self.backend in ("auto", "cpu", "cuda"), "backend", "must be auto, cpu or cuda", self.backend)
         require(self.blocks is None or self.blocks >= 1, "blocks", "must be at least 1", self.blocks, 1)
         require(self.threads is None or self.threads >= 1, "threads", "must be at least 1", self.threads, 1)
         require(self.drain_seconds >= 0, "drain_seconds", "must not be negative", self.drain_seconds, 0)
