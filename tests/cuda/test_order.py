@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import gc
+import random
 
 import numpy as np
 import pytest
 
 from helpers.attention_cases import assert_close, attend, expected, fill, make_case, make_layout
 from helpers.cuda import make_virtual_backend
-from pagedkv.compute.backend import AttentionParams
+from pagedkv.compute.backend import AttentionBatch, AttentionParams
+from pagedkv.compute.cuda.backend import CudaBackend
 from pagedkv.errors import DeviceError
+from virtual_gpu.profile import Profile
+
+TINY = Profile(memory_bytes=4 << 20, host_bytes=4 << 20)
 
 
 @pytest.mark.parametrize("schedule", ["lazy", *range(5)])
@@ -110,6 +115,53 @@ def test_a_copy_on_write_then_a_write_then_attention_in_one_job_see_one_another(
         assert_close(backend.submit(job).result(), expected(case))
         backend.close()
         driver.assert_clean()
+
+
+def run_swap_fork_and_decode(backend: CudaBackend) -> bytes:
+    """Fill, swap out, fork with a copied block, swap in elsewhere, decode from all; return every output byte."""
+    case = make_case(backend.layout, [12], [1], np.random.default_rng(1))
+    case.batch.block_tables[0, :2] = (0, 1)
+    row = np.full((1, 1, 64), 0.5, np.float32)
+
+    def attend_to(first: int, second: int):
+        batch = AttentionBatch(np.array([[first, second]], np.int32), case.batch.context_lens, case.batch.query_starts)
+        result = backend.attend(0, backend.from_host(case.queries), batch, AttentionParams())
+        return backend.to_host(result.output)
+
+    def write_all():
+        for part in (0, 1):
+            rows = slice(8 * part, min(12, 8 * part + 8))
+            slots = np.arange(rows.start, rows.stop)
+            backend.write_kv(0, backend.from_host(case.keys[0][rows]), backend.from_host(case.values[0][rows]), slots)
+
+    def fork_and_write():
+        backend.copy_blocks([(1, 3)])
+        backend.write_kv(0, backend.from_host(row), backend.from_host(row), np.array([3 * 8 + 3]))
+        return attend_to(0, 3), attend_to(0, 1)
+
+    def swap_in(data):
+        backend.write_block(5, data)
+        backend.write_kv(0, backend.from_host(row), backend.from_host(row), np.array([1 * 8 + 2]))
+        return attend_to(0, 5), attend_to(0, 1)
+
+    backend.submit(write_all)
+    swapped = backend.submit(lambda: backend.read_block(1))
+    forked = backend.submit(fork_and_write)
+    data = swapped.result()
+    back = backend.submit(lambda: swap_in(data))
+    outputs = [*forked.result(), *back.result()]
+    return b"".join(output.tobytes() for output in outputs)
+
+
+def test_200_random_schedules_of_swap_fork_and_decode_give_the_same_outputs():
+    backend, driver = make_virtual_backend(make_layout(2, 1, 64, 8, 8, 1), profile=TINY)
+    exact = run_swap_fork_and_decode(backend)
+    assert np.isfinite(np.frombuffer(exact, np.float32)).all()
+    for seed in range(200):
+        driver.scheduler.random = random.Random(seed)
+        assert run_swap_fork_and_decode(backend) == exact, f"schedule {seed}"
+    backend.close()
+    driver.assert_clean()
 
 
 def test_a_fault_fails_its_job_and_every_later_one():
