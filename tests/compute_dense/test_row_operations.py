@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pagedkv.compute.backend import WeightData
+from pagedkv.compute.backend import Rotation, WeightData
 
 
 def make_values(*shape: int, seed: int = 0, scale: float = 1.0) -> np.ndarray:
@@ -65,17 +65,17 @@ def test_rope_equals_complex_rotation(make_ops, isa, interleaved, rotary_dim):
     turn = 1.5 * np.exp(1j * positions[:, None] * inv_freq.astype(np.float64))[:, None]
     rotated = (expected[..., first] + 1j * expected[..., second]) * turn
     expected[..., first], expected[..., second] = rotated.real, rotated.imag
-    make_ops(isa).rope(x, positions, inv_freq, interleaved=interleaved, scale=1.5)
+    make_ops(isa).rope(x, positions, Rotation(inv_freq, interleaved, 1.5))
     np.testing.assert_allclose(x, expected, atol=2e-6)
 
 
 def test_rope_of_new_positions_in_the_same_array_uses_them(make_ops):
-    ops, inv_freq = make_ops(), np.array([1.0, 0.5], np.float32)
+    ops, rotation = make_ops(), Rotation(np.array([1.0, 0.5], np.float32), interleaved=False)
     positions = np.array([3], np.int32)
     first, second = make_values(1, 1, 4), make_values(1, 1, 4)
-    ops.rope(first, positions, inv_freq, interleaved=False, scale=1.0)
+    ops.rope(first, positions, rotation)
     positions[0] = 9
-    ops.rope(second, positions, inv_freq, interleaved=False, scale=1.0)
+    ops.rope(second, positions, rotation)
     assert not np.allclose(first, second)
 
 

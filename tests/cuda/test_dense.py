@@ -9,7 +9,7 @@ import pytest
 from helpers.attention_cases import make_layout
 from helpers.cuda import make_virtual_backend
 from helpers.numpy_dense import NumpyBackend
-from pagedkv.compute.backend import WeightData
+from pagedkv.compute.backend import Rotation, WeightData
 from pagedkv.dtypes import DType
 from pagedkv.errors import UnsupportedModel
 
@@ -44,12 +44,10 @@ def test_rope_equals_float64_at_large_positions(backend, interleaved, num_pairs)
     x, positions = draw(4, 3, 64), np.array([0, 1, 777, 131_071], np.int32)
     inv_freq = (1e5 ** (-np.arange(num_pairs) / num_pairs)).astype(np.float32)
     exact = x.astype(np.float64)
-    NumpyBackend(make_layout(num_blocks=1), np.float64).rope(
-        exact, positions, inv_freq, interleaved=interleaved, scale=1.25
-    )
+    NumpyBackend(make_layout(num_blocks=1), np.float64).rope(exact, positions, Rotation(inv_freq, interleaved, 1.25))
 
     def job(a):
-        backend.rope(a, positions, inv_freq, interleaved=interleaved, scale=1.25)
+        backend.rope(a, positions, Rotation(inv_freq, interleaved, 1.25))
         return a
 
     np.testing.assert_allclose(run(backend, job, x), exact, atol=2e-6)

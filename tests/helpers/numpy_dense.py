@@ -15,7 +15,7 @@ import numpy as np
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
-from pagedkv.compute.backend import AttentionBatch, AttentionParams, AttentionResult, WeightData
+from pagedkv.compute.backend import AttentionBatch, AttentionParams, AttentionResult, Rotation, WeightData
 from pagedkv.compute.layout import KvLayout
 
 _PLAIN = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
@@ -69,6 +69,15 @@ class NumpyBackend:
         y = x @ weight.T
         return y if bias is None else y + bias
 
+    def linear_many(
+        self, x: np.ndarray, weights: Sequence[np.ndarray], biases: Sequence[np.ndarray | None] | None = None
+    ) -> list[np.ndarray]:
+        return [self.linear(x, *pair) for pair in zip(weights, biases or [None] * len(weights), strict=True)]
+
+    def add_rms_norm(self, x: np.ndarray, y: np.ndarray, weight: np.ndarray, epsilon: float) -> np.ndarray:
+        x += y
+        return self.rms_norm(x, weight, epsilon)
+
     def rms_norm(self, x: np.ndarray, weight: np.ndarray, epsilon: float) -> np.ndarray:
         return x / np.sqrt((x * x).mean(-1, keepdims=True) + self._dtype(epsilon)) * weight
 
@@ -79,15 +88,12 @@ class NumpyBackend:
     def silu_mul(self, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
         return gate / (1 + np.exp(-gate)) * up
 
-    def rope(
-        self, x: np.ndarray, positions: np.ndarray, inv_freq: np.ndarray, *, interleaved: bool, scale: float
-    ) -> None:
-        half = len(inv_freq)
-        angles = positions[:, None].astype(np.float64) * inv_freq
-        cos, sin = (f(angles)[:, None].astype(self._dtype) * self._dtype(scale) for f in (np.cos, np.sin))
-        first, second = (
-            (slice(0, 2 * half, 2), slice(1, 2 * half, 2)) if interleaved else (slice(half), slice(half, 2 * half))
-        )
+    def rope(self, x: np.ndarray, positions: np.ndarray, rotation: Rotation) -> None:
+        half = len(rotation.inv_freq)
+        angles = positions[:, None].astype(np.float64) * rotation.inv_freq
+        cos, sin = (f(angles)[:, None].astype(self._dtype) * self._dtype(rotation.scale) for f in (np.cos, np.sin))
+        pairs = (slice(0, 2 * half, 2), slice(1, 2 * half, 2)), (slice(half), slice(half, 2 * half))
+        first, second = pairs[0] if rotation.interleaved else pairs[1]
         a, b = x[..., first].copy(), x[..., second].copy()
         x[..., first], x[..., second] = a * cos - b * sin, a * sin + b * cos
 
@@ -103,6 +109,20 @@ class NumpyBackend:
                 block, offset = divmod(int(slot), self.layout.block_size)
                 self.pool[block, layer, 0, :, offset] = key
                 self.pool[block, layer, 1, :, offset] = value
+
+    def rope_write_kv(
+        self,
+        layer: int,
+        queries: np.ndarray,
+        keys: np.ndarray,
+        values: np.ndarray,
+        positions: np.ndarray,
+        slot_mapping: np.ndarray,
+        rotation: Rotation,
+    ) -> None:
+        for rotated in (queries, keys):
+            self.rope(rotated, positions, rotation)
+        self.write_kv(layer, keys, values, slot_mapping)
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         sources = self.pool[[source for source, _ in copies]]

@@ -79,6 +79,19 @@ class WeightData:
     data: npt.NDArray[np.uint8]  # C-order bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """Rotary position embedding of one model.
+
+    `inv_freq` [rotary_dim / 2] float32 already holds any rope scaling; `scale` multiplies cos and sin (YaRN's
+    attention factor, else 1). `interleaved` pairs (2i, 2i+1) as GGUF's llama files need, else (i, i + half).
+    """
+
+    inv_freq: Float32Array
+    interleaved: bool
+    scale: float = 1.0
+
+
 class KvOps(Protocol):
     """Operations on the page pool. All raise InvalidArgument before any change."""
 
@@ -118,20 +131,22 @@ class DenseOps(Protocol):
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """Return x / sqrt(mean(x**2) + epsilon) * weight over the last axis (any leading axes)."""
 
+    def linear_many(
+        self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None
+    ) -> list[Tensor]:
+        """Return `linear(x, weight, bias)` for each weight: products that share their input."""
+
+    def add_rms_norm(self, x: Tensor, y: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        """Return rms_norm(x + y); x [num_tokens, features] becomes x + y in place."""
+
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         """Return x + y, updating x in place and returning it."""
 
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
         """Return silu(gate) * up."""
 
-    def rope(
-        self, x: Tensor, positions: Int32Array, inv_freq: Float32Array, *, interleaved: bool, scale: float
-    ) -> None:
-        """Rotate x [num_tokens, num_heads, head_dim] in place.
-
-        `inv_freq` [rotary_dim / 2] float32 already holds any rope scaling; `scale` multiplies cos and sin (YaRN's
-        attention factor, else 1). `interleaved` pairs (2i, 2i+1) as GGUF's llama files need, else (i, i + half).
-        """
+    def rope(self, x: Tensor, positions: Int32Array, rotation: Rotation) -> None:
+        """Rotate x [num_tokens, num_heads, head_dim] in place."""
 
     def take_rows(self, x: Tensor, rows: Int32Array) -> Tensor:
         """Return the rows of x [num_rows, features]."""
@@ -147,6 +162,21 @@ class Backend(KvOps, DenseOps, Protocol):
 
     def submit(self, job: Callable[[], T]) -> Future[T]:
         """Queue a job; see the module's docstring. The loop awaits it by `asyncio.wrap_future`."""
+
+    def rope_write_kv(
+        self,
+        layer: int,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        positions: Int32Array,
+        slot_mapping: Int64Array,
+        rotation: Rotation,
+    ) -> None:
+        """Rotate queries and keys as `rope` does, in place, and store keys and values as `write_kv` does.
+
+        queries [num_tokens, num_heads, head_dim], keys and values [num_tokens, num_kv_heads, head_dim], float32.
+        """
 
     def from_host(self, array: npt.NDArray[Any]) -> Tensor:
         """Return the array as a tensor; the caller leaves the array unchanged until the job has completed."""

@@ -31,7 +31,7 @@ class Decoder:
         self.config = config
         self._weights = weights
         self._ops = backend
-        self._inv_freq = config.rope.inv_freq()
+        self._rotation = config.rope.rotation()
         self._params = [AttentionParams(window=window) for window in config.windows]
 
     def forward(self, step: StepInput) -> Tensor:
@@ -40,45 +40,42 @@ class Decoder:
         if len(step.copies):
             ops.copy_blocks(step.copies)
         x = ops.embedding(self._weights.embedding, step.token_ids)
-        for layer, weights in enumerate(self._weights.layers):
-            attended = self._attend(layer, weights, x, step)
+        normed = ops.rms_norm(x, self._weights.layers[0].attention_norm, self.config.rms_epsilon)
+        following = [layer.attention_norm for layer in self._weights.layers[1:]] + [self._weights.norm]
+        for layer, (weights, next_norm) in enumerate(zip(self._weights.layers, following, strict=True)):
+            attended = self._attend(layer, weights, normed, step)
             if layer == len(self._weights.layers) - 1:  # from here on only the rows asked for matter
                 if not len(step.logit_rows):
                     return ops.from_host(np.empty((0, self.config.vocab_size), np.float32))
                 x, attended = ops.take_rows(x, step.logit_rows), ops.take_rows(attended, step.logit_rows)
-            x = ops.add(x, self._project(attended, weights.o))
-            x = ops.add(x, self._mlp(weights, x))
-        x = ops.rms_norm(x, self._weights.norm, self.config.rms_epsilon)
-        return ops.linear(x, self._weights.head)
+            attended = self._project(attended, weights.o)
+            normed = ops.add_rms_norm(x, attended, weights.mlp_norm, self.config.rms_epsilon)
+            normed = ops.add_rms_norm(x, self._mlp(weights, normed), next_norm, self.config.rms_epsilon)
+        return ops.linear(normed, self._weights.head)
 
-    def _attend(self, layer: int, weights: LayerWeights, x: Tensor, step: StepInput) -> Tensor:
-        """Return what the layer's heads read [T, num_heads * head_dim]."""
+    def _attend(self, layer: int, weights: LayerWeights, normed: Tensor, step: StepInput) -> Tensor:
+        """Write the layer's keys and values; return what its heads read [T, num_heads * head_dim]."""
         ops, config = self._ops, self.config
-        normed = ops.rms_norm(x, weights.attention_norm, config.rms_epsilon)
-        q = self._heads(normed, weights.q, config.num_heads, weights.q_norm)
-        k = self._heads(normed, weights.k, config.num_kv_heads, weights.k_norm)
-        v = self._heads(normed, weights.v, config.num_kv_heads, None)
-        for rotated in (q, k):
-            ops.rope(
-                rotated,
-                step.positions,
-                self._inv_freq,
-                interleaved=config.rope.interleaved,
-                scale=config.rope.scale,
-            )
-        ops.write_kv(layer, k, v, step.slot_mapping)
+        projections = (weights.q, weights.k, weights.v)
+        q, k, v = self._project_many(normed, projections)
+        q = self._heads(q, config.num_heads, weights.q_norm)
+        k = self._heads(k, config.num_kv_heads, weights.k_norm)
+        v = self._heads(v, config.num_kv_heads, None)
+        ops.rope_write_kv(layer, q, k, v, step.positions, step.slot_mapping, self._rotation)
         output = ops.attend(layer, q, step.batch, self._params[layer]).output
         return output.reshape((len(step.token_ids), config.num_heads * config.head_dim))
 
-    def _heads(self, x: Tensor, projection: Projection, num_heads: int, norm: Tensor | None) -> Tensor:
-        """Project to [T, num_heads, head_dim] and, if the model does so, normalise each head."""
-        heads = self._project(x, projection).reshape((x.shape[0], num_heads, self.config.head_dim))
+    def _heads(self, x: Tensor, num_heads: int, norm: Tensor | None) -> Tensor:
+        """Return x as [T, num_heads, head_dim], each head normalised if the model does so."""
+        heads = x.reshape((x.shape[0], num_heads, self.config.head_dim))
         return heads if norm is None else self._ops.rms_norm(heads, norm, self.config.rms_epsilon)
 
-    def _mlp(self, weights: LayerWeights, x: Tensor) -> Tensor:
-        normed = self._ops.rms_norm(x, weights.mlp_norm, self.config.rms_epsilon)
-        gate, up = self._project(normed, weights.gate), self._project(normed, weights.up)
+    def _mlp(self, weights: LayerWeights, normed: Tensor) -> Tensor:
+        gate, up = self._project_many(normed, (weights.gate, weights.up))
         return self._project(self._ops.silu_mul(gate, up), weights.down)
+
+    def _project_many(self, x: Tensor, projections: Sequence[Projection]) -> list[Tensor]:
+        return self._ops.linear_many(x, [p.weight for p in projections], [p.bias for p in projections])
 
     def _project(self, x: Tensor, projection: Projection) -> Tensor:
         return self._ops.linear(x, projection.weight, projection.bias)

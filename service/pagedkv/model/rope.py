@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pagedkv.compute.backend import Float32Array
+from pagedkv.compute.backend import Float32Array, Rotation
 
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 
@@ -47,6 +47,10 @@ class RopeConfig:
         if self.divisors is not None:
             table = table / np.array(self.divisors)
         return table.astype(np.float32)
+
+    def rotation(self) -> Rotation:
+        """Return what the backend's operations take."""
+        return Rotation(self.inv_freq(), self.interleaved, self.scale)
 
     @property
     def scale(self) -> float:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import numpy.typing as npt
 
+from pagedkv.compute.backend import Float32Array, Int32Array, Int64Array, Rotation
 from pagedkv.compute.cpu.dense import CpuDenseOps
 from pagedkv.compute.cpu.features import choose_isa
 from pagedkv.compute.cpu.kv_ops import CpuKvOps
@@ -53,6 +54,21 @@ class CpuBackend(CpuKvOps, CpuDenseOps):
     def num_threads(self) -> int:
         """Threads that a kernel runs on."""
         return self._workers.num_threads
+
+    def rope_write_kv(
+        self,
+        layer: int,
+        queries: Float32Array,
+        keys: Float32Array,
+        values: Float32Array,
+        positions: Int32Array,
+        slot_mapping: Int64Array,
+        rotation: Rotation,
+    ) -> None:
+        """See Backend.rope_write_kv."""
+        self.rope(queries, positions, rotation)
+        self.rope(keys, positions, rotation)
+        self.write_kv(layer, keys, values, slot_mapping)
 
     def warm_up(self) -> None:
         """Compile, or load from disk, every kernel that this layout and the weights loaded so far need."""

@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from pagedkv.compute.backend import Float32Array, Int32Array, WeightData
+from pagedkv.compute.backend import Float32Array, Int32Array, Rotation, WeightData
 from pagedkv.compute.cpu import attention_steps, dense_kernels, dense_tiles, quant, quant_emit, threads
 from pagedkv.compute.cpu.compile_cache import Kernel, compile_kernel
 from pagedkv.compute.cpu.dense_buffers import CACHE_LINE, BufferPool
@@ -125,6 +125,19 @@ class CpuDenseOps:
             result += bias.data
         return result
 
+    def linear_many(
+        self,
+        x: Float32Array,
+        weights: Sequence[CpuWeight],
+        biases: Sequence[CpuWeight | None] | None = None,
+    ) -> list[Float32Array]:
+        """See DenseOps.linear_many."""
+        return [self.linear(x, *pair) for pair in zip(weights, biases or [None] * len(weights), strict=True)]
+
+    def add_rms_norm(self, x: Float32Array, y: Float32Array, weight: CpuWeight, epsilon: float) -> Float32Array:
+        """See DenseOps.add_rms_norm."""
+        return self.rms_norm(self.add(x, y), weight, epsilon)
+
     def rms_norm(self, x: Float32Array, weight: CpuWeight, epsilon: float) -> Float32Array:
         """See DenseOps.rms_norm."""
         x = np.ascontiguousarray(x)
@@ -152,16 +165,14 @@ class CpuDenseOps:
         self._run("silu_mul", _row_args(gate, up, out), parallel=gate.size >= _SERIAL_ELEMENTS)
         return out
 
-    def rope(
-        self, x: Float32Array, positions: Int32Array, inv_freq: Float32Array, *, interleaved: bool, scale: float
-    ) -> None:
+    def rope(self, x: Float32Array, positions: Int32Array, rotation: Rotation) -> None:
         """See DenseOps.rope."""
         if not x.flags.c_contiguous:
             raise ValueError("rope rotates contiguous arrays in place")
-        cosines, sines = self._rotations(positions, inv_freq, scale)
+        cosines, sines = self._rotations(positions, rotation.inv_freq, rotation.scale)
         num_tokens, num_heads, head_dim = x.shape
-        num_pairs = len(inv_freq)
-        strides = (8, 4) if interleaved else (4, 4 * num_pairs)
+        num_pairs = len(rotation.inv_freq)
+        strides = (8, 4) if rotation.interleaved else (4, 4 * num_pairs)
         words = (
             0,
             num_tokens,

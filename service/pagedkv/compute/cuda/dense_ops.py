@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from pagedkv.compute.backend import Float32Array, Int32Array, WeightData
+from pagedkv.compute.backend import Float32Array, Int32Array, Int64Array, Rotation, WeightData
 from pagedkv.compute.cuda.array import DeviceArray
 from pagedkv.compute.cuda.device import require_array
 from pagedkv.compute.cuda.kernels import plain_variant
@@ -107,6 +107,19 @@ class CudaDenseOps(CudaKvOps):
             self._handle, 1, 0, m, n, k, alpha, *operands, beta, y.pointer, 0, m, _COMPUTE_32F, _DEFAULT_ALGORITHM
         )
 
+    def linear_many(
+        self,
+        x: DeviceArray,
+        weights: Sequence[DeviceArray],
+        biases: Sequence[DeviceArray | None] | None = None,
+    ) -> list[DeviceArray]:
+        """See `DenseOps.linear_many`."""
+        return [self.linear(x, *pair) for pair in zip(weights, biases or [None] * len(weights), strict=True)]
+
+    def add_rms_norm(self, x: DeviceArray, y: DeviceArray, weight: DeviceArray, epsilon: float) -> DeviceArray:
+        """See `DenseOps.add_rms_norm`."""
+        return self.rms_norm(self.add(x, y), weight, epsilon)
+
     def rms_norm(self, x: DeviceArray, weight: DeviceArray, epsilon: float) -> DeviceArray:
         """See `DenseOps.rms_norm`."""
         width = x.shape[-1]
@@ -133,24 +146,37 @@ class CudaDenseOps(CudaKvOps):
         self.device.launch_items(plain_variant("silu_mul"), y.size, gate.pointer, up.pointer, y.pointer, y.size)
         return y
 
-    def rope(
-        self, x: DeviceArray, positions: Int32Array, inv_freq: Float32Array, *, interleaved: bool, scale: float
+    def rope_write_kv(
+        self,
+        layer: int,
+        queries: DeviceArray,
+        keys: DeviceArray,
+        values: DeviceArray,
+        positions: Int32Array,
+        slot_mapping: Int64Array,
+        rotation: Rotation,
     ) -> None:
+        """See `Backend.rope_write_kv`."""
+        self.rope(queries, positions, rotation)
+        self.rope(keys, positions, rotation)
+        self.write_kv(layer, keys, values, slot_mapping)
+
+    def rope(self, x: DeviceArray, positions: Int32Array, rotation: Rotation) -> None:
         """See `DenseOps.rope`."""
         num_tokens, num_heads, head_dim = x.shape
         require(len(positions) == num_tokens, "positions", f"must have {num_tokens} entries", len(positions))
         self.device.launch_items(
             plain_variant("rope"),
-            num_tokens * num_heads * len(inv_freq),
+            num_tokens * num_heads * len(rotation.inv_freq),
             x.pointer,
             self.device.input(positions, np.int32).pointer,
-            self.device.input(inv_freq, np.float32).pointer,
+            self.device.input(rotation.inv_freq, np.float32).pointer,
             num_tokens,
             num_heads,
             head_dim,
-            len(inv_freq),
-            interleaved,
-            scale,
+            len(rotation.inv_freq),
+            rotation.interleaved,
+            rotation.scale,
         )
 
     def split(self, x: DeviceArray, sizes: Sequence[int]) -> list[DeviceArray]:
