@@ -12,10 +12,11 @@ from helpers.scripted_engine import VOCAB_SIZE, ByteTokenizer, ScriptedDecoder, 
 from helpers.server import Serving, serving
 from pagedkv.cache import CacheManager
 from pagedkv.compute.backend import Backend
-from pagedkv.config import EngineConfig
+from pagedkv.config import EngineConfig, KvShape
 from pagedkv.engine import Engine
 
 EOS = 0
+_SMALL_SHAPE = KvShape(1, 1, 1, 64)  # the script writes no K and V
 
 
 class TextTokenizer(ByteTokenizer):
@@ -29,6 +30,16 @@ class TextTokenizer(ByteTokenizer):
 
     def apply_chat_template(self, messages: list[dict[str, Any]]) -> list[int]:
         return self.encode("".join(f"{message['role']}: {message['content']}\n" for message in messages))
+
+
+class _OnDevice:
+    """Hands the script's logits out as a tensor of the backend, as real decoders do."""
+
+    def __init__(self, decoder: ScriptedDecoder, backend: Backend) -> None:
+        self._decoder, self._backend = decoder, backend
+
+    def forward(self, step: Any) -> Any:
+        return self._backend.from_host(self._decoder.forward(step))
 
 
 def slow_decoder(seconds: float = 0.002) -> ScriptedDecoder:
@@ -51,7 +62,7 @@ def generating(
         return Engine(
             backend=backend,
             cache=cache,
-            decoder=decoder or ScriptedDecoder(),  # type: ignore[arg-type]
+            decoder=_OnDevice(decoder or ScriptedDecoder(), backend),  # type: ignore[arg-type]
             tokenizer=tokenizer or TextTokenizer(),  # type: ignore[arg-type]
             model_config=SimpleNamespace(  # type: ignore[arg-type]
                 architecture="scripted",
@@ -62,7 +73,7 @@ def generating(
             config=EngineConfig(**(limits or {})),
         )
 
-    return serving(make_engine=make_engine, num_blocks=num_blocks, **server)
+    return serving(make_engine=make_engine, shape=_SMALL_SHAPE, num_blocks=num_blocks, **server)
 
 
 def expected_tokens(

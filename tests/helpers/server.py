@@ -20,6 +20,12 @@ SHAPE = KvShape(num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64)
 BackendFactory = Callable[[KvLayout], Backend]
 
 
+class DefaultBackend:
+    """What `serving` opens unless it is told otherwise; the fixture `backend` of tests/rpc sets it."""
+
+    make: BackendFactory = CpuBackend
+
+
 @dataclass
 class Serving:
     """A running server with what is behind it."""
@@ -35,7 +41,7 @@ class Serving:
 
 @asynccontextmanager
 async def serving(
-    make_backend: BackendFactory = CpuBackend,
+    make_backend: BackendFactory | None = None,
     *,
     shape: KvShape = SHAPE,
     num_blocks: int = 64,
@@ -45,7 +51,7 @@ async def serving(
     **config: Any,
 ) -> AsyncIterator[Serving]:
     """Serve on this event loop until the block ends."""
-    backend = make_backend(KvLayout(shape, num_blocks, block_size))
+    backend = (make_backend or DefaultBackend.make)(KvLayout(shape, num_blocks, block_size))
     cache = CacheManager(CacheConfig(num_blocks, block_size, shape.num_layers, max_sequence_tokens=max_sequence_tokens))
     engine = make_engine(backend, cache) if make_engine else None
     if engine is not None:

@@ -1,18 +1,30 @@
-"""A real server over the CPU backend for a whole module, and a client of it."""
+"""A real server for a whole module, and a client of it: over the CPU, and over CUDA on the virtual GPU."""
 
 import itertools
 from collections.abc import Iterator
 
 import pytest
 
-from helpers.server import Serving, serving_in_thread
+from helpers.cuda import virtual_backends
+from helpers.server import DefaultBackend, Serving, serving_in_thread
 from pagedkv.client import Client
 
 _numbers = itertools.count()
 
 
+@pytest.fixture(scope="module", params=["cpu", "cuda"])
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Have every server of a test run on this backend; returns its name."""
+    if request.param == "cpu":
+        yield "cpu"
+        return
+    with virtual_backends() as make, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DefaultBackend, "make", staticmethod(make))
+        yield "cuda"
+
+
 @pytest.fixture(scope="module")
-def served() -> Iterator[Serving]:
+def served(backend: str) -> Iterator[Serving]:
     with serving_in_thread(num_blocks=64, max_sequence_tokens=512) as served:
         yield served
 

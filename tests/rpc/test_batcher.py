@@ -13,6 +13,8 @@ from pagedkv.client import AsyncClient
 from pagedkv.errors import PositionMismatch, SequenceNotFound
 from pagedkv.rpc.batcher import Batcher
 
+on_each_backend = pytest.mark.usefixtures("backend")
+
 
 class Launches:
     """Records each launch; `finish` ends the work of the last one and answers its calls with their requests."""
@@ -109,6 +111,7 @@ async def sent(*calls):
     return tasks
 
 
+@on_each_backend
 async def test_attends_that_meet_a_busy_device_run_as_one_launch_and_are_exact():
     async with busy_device() as (client, launches, release):
         rows = [make_rows(at + 1, 50 + at) for at in range(5)]
@@ -132,6 +135,7 @@ async def test_attends_that_meet_a_busy_device_run_as_one_launch_and_are_exact()
         assert (await client.audit()).ok
 
 
+@on_each_backend
 async def test_attends_of_other_options_run_apart():
     async with busy_device() as (client, launches, release):
         windows = [4, 4, 9]
@@ -145,6 +149,7 @@ async def test_attends_of_other_options_run_apart():
         assert launches == [1, 2, 1]
 
 
+@on_each_backend
 async def test_bad_attend_in_a_shared_launch_fails_alone():
     async with busy_device() as (client, launches, release):
         keys, values = make_rows(1, 9)
@@ -166,6 +171,7 @@ async def test_bad_attend_in_a_shared_launch_fails_alone():
         assert (await client.sequence("s1")).layer_lengths[0] == 20
 
 
+@on_each_backend
 async def test_two_writes_to_one_sequence_follow_each_other():
     async with busy_device() as (client, launches, release):
         keys, values = make_rows(2, 9)
@@ -190,6 +196,7 @@ async def test_two_writes_to_one_sequence_follow_each_other():
         assert launches == [1, 1, 1]
 
 
+@on_each_backend
 async def test_waiting_attend_whose_caller_goes_writes_nothing():
     async with busy_device() as (client, launches, release):
         keys, values = make_rows(1, 9)

@@ -14,6 +14,8 @@ from pagedkv import errors
 from pagedkv.client import AsyncClient, Client
 from pagedkv.v1 import generation_pb2, generation_pb2_grpc
 
+pytestmark = pytest.mark.usefixtures("backend")
+
 
 async def collect(stream):
     return [chunk async for chunk in stream]
@@ -244,14 +246,14 @@ async def test_slow_reader_holds_no_blocks_and_slows_nobody_gr_05():
     assert len(received) < 450  # a reader with its window full gets many tokens at once
 
 
-async def test_server_without_a_model_says_so_in_every_call():
+async def test_server_without_a_model_says_so_in_every_call(backend):
     async with serving() as served, AsyncClient(served.address) as client:
         calls = [client.model_info(), client.tokenize("a"), client.detokenize([1]), collect(client.generate("a"))]
         for call in calls:
             with pytest.raises(errors.TransportError, match="serves no model") as caught:
                 await call
             assert caught.value.code == "UNIMPLEMENTED"
-        assert (await client.info()).backend == "cpu"
+        assert (await client.info()).backend == backend
 
 
 async def test_blocking_client_streams_and_cancels():

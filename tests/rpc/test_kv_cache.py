@@ -22,9 +22,9 @@ def fill(client, name, num_tokens, seed=0, **options):
     return keys, values
 
 
-def test_info_describes_the_pool(client):
+def test_info_describes_the_pool(client, backend):
     info = client.info()
-    assert (info.num_blocks, info.block_size, info.backend, info.max_sequence_tokens) == (64, 16, "cpu", 512)
+    assert (info.num_blocks, info.block_size, info.backend, info.max_sequence_tokens) == (64, 16, backend, 512)
     assert (info.num_layers, info.num_heads, info.num_kv_heads, info.head_dim) == (2, 4, 2, 64)
 
 

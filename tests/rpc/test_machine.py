@@ -151,7 +151,7 @@ class WireMachine(RuleBasedStateMachine):
         return True
 
 
-def test_random_calls_agree_with_dense_arrays():
+def test_random_calls_agree_with_dense_arrays(backend):
     with serving_in_thread(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE) as served, Client(served.address) as client:
         WireMachine.client = client
         WireMachine.TestCase.settings = settings(

@@ -21,6 +21,8 @@ from pagedkv.client.asynchronous import make_attend_request
 from pagedkv.rpc.server import Server, ServerConfig, _channel_options
 from pagedkv.v1 import kv_cache_pb2, kv_cache_pb2_grpc
 
+on_each_backend = pytest.mark.usefixtures("backend")
+
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 
 
@@ -47,6 +49,7 @@ async def is_serving(address, service=""):
         return (await health_pb2_grpc.HealthStub(channel).Check(request)).status == SERVING
 
 
+@on_each_backend
 async def test_cancel_inside_a_handler_gives_a_status_gr_04(monkeypatch):
     async with generating() as served, AsyncClient(served.address) as client:
         monkeypatch.setattr(served.cache, "usage", raising(asyncio.CancelledError()))
@@ -54,6 +57,7 @@ async def test_cancel_inside_a_handler_gives_a_status_gr_04(monkeypatch):
             await asyncio.wait_for(client.usage(), 1)
 
 
+@on_each_backend
 async def test_cancel_inside_a_stream_gives_a_status_gr_04(monkeypatch):
     async with generating() as served, AsyncClient(served.address) as client:
         monkeypatch.setattr("pagedkv.engine.stream.GenerationStream.__anext__", raising(asyncio.CancelledError()))
@@ -63,6 +67,7 @@ async def test_cancel_inside_a_stream_gives_a_status_gr_04(monkeypatch):
         assert served.cache.sequence_ids() == []
 
 
+@on_each_backend
 async def test_unknown_exception_becomes_internal_without_its_text(monkeypatch, caplog):
     async with running() as (served, client), grpc.aio.insecure_channel(served.address) as channel:
         monkeypatch.setattr(served.cache, "audit", raising(ValueError("the secret")))
@@ -78,6 +83,7 @@ async def test_unknown_exception_becomes_internal_without_its_text(monkeypatch, 
         assert (await client.usage()).total == 64
 
 
+@on_each_backend
 async def test_failed_device_answers_nothing_from_then_on(monkeypatch):
     async with running() as (served, client):
         await client.allocate("a")
@@ -95,6 +101,7 @@ async def test_failed_device_answers_nothing_from_then_on(monkeypatch):
         assert (await client.audit()).ok
 
 
+@on_each_backend
 async def test_messages_of_5_mib_go_both_ways_gr_01():
     num_rows = 5 * 2**20 // (SHAPE.num_heads * SHAPE.head_dim * 4)
     async with running(num_blocks=num_rows // 16) as (_, client):
@@ -109,6 +116,7 @@ async def test_messages_of_5_mib_go_both_ways_gr_01():
         assert_attention(tail, queries[-8:], [keys], [values], [8], window=4)
 
 
+@on_each_backend
 async def test_message_above_the_limit_is_refused_and_the_connection_stays_usable_gr_01():
     async with running(max_message_bytes=2**20) as (_, client):
         await client.allocate("a")
@@ -127,6 +135,7 @@ def test_pings_of_quiet_clients_are_allowed_by_the_server_gr_07():
     assert options["grpc.max_receive_message_length"] == options["grpc.max_send_message_length"] == 2**21
 
 
+@on_each_backend
 async def test_many_health_watches_block_nobody_gr_09():
     async with generating() as served, AsyncClient(served.address) as client:
         async with grpc.aio.insecure_channel(served.address) as channel:
@@ -140,6 +149,7 @@ async def test_many_health_watches_block_nobody_gr_09():
                 watch.cancel()
 
 
+@on_each_backend
 async def test_health_knows_each_service_that_is_served():
     async with running() as (served, _):
         assert await is_serving(served.address)
@@ -150,6 +160,7 @@ async def test_health_knows_each_service_that_is_served():
         assert await is_serving(served.address, "pagedkv.v1.Generation")
 
 
+@on_each_backend
 async def test_reflection_lists_the_services():
     async with running() as (served, _), grpc.aio.insecure_channel(served.address) as channel:
         call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
@@ -166,6 +177,7 @@ async def test_reflection_lists_the_services():
     }
 
 
+@on_each_backend
 async def test_drain_lets_a_running_stream_end_and_reports_not_serving():
     async with generating(slow_decoder()) as served, AsyncClient(served.address) as client:
         async with grpc.aio.insecure_channel(served.address) as channel:
@@ -185,6 +197,7 @@ async def test_drain_lets_a_running_stream_end_and_reports_not_serving():
         assert chunks[-1].finish_reason == "length"
 
 
+@on_each_backend
 async def test_stop_after_the_grace_ends_streams_and_frees_their_blocks():
     async with generating(slow_decoder()) as served, AsyncClient(served.address) as client:
         stream = client.generate(token_ids=make_prompt(20), max_tokens=10_000)
@@ -195,6 +208,7 @@ async def test_stop_after_the_grace_ends_streams_and_frees_their_blocks():
         assert served.cache.sequence_ids() == []
 
 
+@on_each_backend
 async def test_half_closed_step_gets_all_its_answers_gr_14():
     async with running() as (served, client), grpc.aio.insecure_channel(served.address) as channel:
         await client.allocate("a")
@@ -212,6 +226,7 @@ async def test_half_closed_step_gets_all_its_answers_gr_14():
         assert await call.code() is grpc.StatusCode.OK
 
 
+@on_each_backend
 async def test_port_in_use_is_refused():
     async with running() as (served, _):
         second = Server(ServerConfig(port=served.server.port), cache=served.cache, backend=served.backend)
