@@ -1,4 +1,4 @@
-"""Sizing the pool, and the pool as other libraries see it."""
+"""The pool as other libraries see it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import pytest
 
 from helpers.attention_cases import make_layout
 from helpers.cuda import make_virtual_backend
-from pagedkv.compute.cuda.pool import size_layout
-from pagedkv.errors import DeviceError, InvalidArgument
 
 
 @pytest.fixture
@@ -17,24 +15,6 @@ def opened():
     yield backend, driver
     backend.close()
     driver.assert_clean()
-
-
-def test_a_pool_is_sized_by_blocks_by_bytes_or_by_a_fraction_of_what_is_free(opened):
-    backend, _ = opened
-    context, shape = backend.device.context, backend.layout.shape
-    free = int(context.driver.call("cuMemGetInfo")[0])
-    block = backend.layout.block_bytes
-    assert size_layout(context, shape, 16, num_blocks=7).num_blocks == 7
-    assert size_layout(context, shape, 16, num_bytes=5 * block + 1).num_blocks == 5
-    assert size_layout(context, shape, 16, fraction=0.5).num_blocks == int(free * 0.5) // block
-
-
-def test_a_budget_below_one_block_says_what_was_asked_and_what_is_free(opened):
-    backend, _ = opened
-    with pytest.raises(DeviceError, match=rf"one block of {backend.layout.block_bytes} bytes does not fit.*lower"):
-        size_layout(backend.device.context, backend.layout.shape, 16, num_bytes=1)
-    with pytest.raises(InvalidArgument, match="fraction"):
-        size_layout(backend.device.context, backend.layout.shape, 16, fraction=0.0)
 
 
 def test_a_layers_view_addresses_the_bytes_that_write_kv_stored(opened):

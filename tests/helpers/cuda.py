@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from pagedkv.cli.assemble import BackendOpener
+from pagedkv.cli.backends import open_cuda
 from pagedkv.compute.cuda.backend import CudaBackend
 from pagedkv.compute.layout import KvLayout
 from virtual_gpu import VirtualDriver
@@ -35,3 +38,9 @@ def virtual_backends(**options: Any) -> Iterator[Callable[[KvLayout], CudaBacken
     yield make
     for driver in drivers:
         driver.assert_clean()
+
+
+def virtual_opener(driver: VirtualDriver, **options: Any) -> BackendOpener:
+    """Return what opens `--backend cuda` of `build_service` on a virtual device."""
+    stand_ins = {"driver_module": driver, "cublas": VirtualCublas(driver), "emit_ptx": True, **options}
+    return functools.partial(open_cuda, **stand_ins)

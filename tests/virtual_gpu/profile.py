@@ -11,6 +11,7 @@ class Profile:
 
     name: str = "Virtual GPU (sm_80)"
     capability: tuple[int, int] = (8, 0)
+    driver_version: int = 99_000  # takes the PTX of any compiler
     num_sms: int = 108
     memory_bytes: int = 1 << 30
     host_bytes: int = 256 << 20  # pinned memory there is to hand out
@@ -24,5 +25,10 @@ class Profile:
 
 SM_80 = Profile()
 SM_90 = Profile(
-    "Virtual GPU (sm_90)", (9, 0), 132, shared_per_block_optin=227 << 10, shared_per_sm=228 << 10, l2_bytes=50 << 20
+    "Virtual GPU (sm_90)",
+    (9, 0),
+    num_sms=132,
+    shared_per_block_optin=227 << 10,
+    shared_per_sm=228 << 10,
+    l2_bytes=50 << 20,
 )

@@ -19,7 +19,7 @@ class ContextApi(LaunchApi):
 
     @api(1, needs_context=False)
     def cuDriverGetVersion(self) -> Any:
-        return 13000
+        return self.profile.driver_version
 
     def _require_init(self) -> None:
         if not self.is_initialised:

@@ -8,22 +8,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pagedkv.cache import CacheManager
-from pagedkv.cli.options import ServeOptions, parse_memory
+from pagedkv.cli.backends import OnProgress, Say, open_backend
+from pagedkv.cli.options import ServeOptions
 from pagedkv.compute.backend import Backend
 from pagedkv.compute.cpu.backend import CpuBackend
-from pagedkv.compute.cpu.pool import available_memory
-from pagedkv.compute.cuda.select import open_cuda_backend
+from pagedkv.compute.cuda.backend import CudaBackend
 from pagedkv.compute.layout import KvLayout
 from pagedkv.config import CacheConfig, EngineConfig, KvShape
 from pagedkv.engine import Engine
-from pagedkv.errors import DeviceError, InvalidArgument
+from pagedkv.errors import InvalidArgument
 from pagedkv.metrics.http import MetricsServer
 from pagedkv.metrics.service import ServiceMetrics
 from pagedkv.model import LoadedModel, ModelConfig, load_model, read_model_config
 from pagedkv.model.hub import fetch_smollm2
 from pagedkv.rpc.server import Server, ServerConfig
 
-OnProgress = Callable[[int, int, str], None]
+BackendOpener = Callable[[ServeOptions, KvShape, OnProgress, Say], CpuBackend | CudaBackend]
 
 
 @dataclass(slots=True)
@@ -91,9 +91,13 @@ class Service:
 
 
 def build_service(
-    options: ServeOptions, *, on_compile: OnProgress | None = None, say: Callable[[str], None] = lambda line: None
+    options: ServeOptions,
+    *,
+    open_backend: BackendOpener = open_backend,
+    on_compile: OnProgress = lambda done, total, name: None,
+    say: Say = lambda line: None,
 ) -> Service:
-    """Open the backend, size the pool, load the model and compile what it needs. Blocks for seconds.
+    """Open the backend, load the model and compile what it needs. Blocks for seconds; if it fails, nothing stays open.
 
     Raises InvalidArgument for options that do not fit the model or the machine, UnsupportedModel, DeviceError.
     """
@@ -101,12 +105,14 @@ def build_service(
     config = None if path is None else read_model_config(path)
     shape = options.shape if config is None else config.kv_shape(options.dtype)
     assert shape is not None
-    layout = _size_pool(options, shape)
-    backend = _open_backend(options, layout, on_compile, say)
-    model = None if path is None else load_model(path, backend)
-    if isinstance(backend, CpuBackend):
+    backend = open_backend(options, shape, on_compile, say)
+    try:
+        model = None if path is None else load_model(path, backend)
         backend.warm_up()
-    say(_describe_pool(layout, options))
+    except BaseException:
+        backend.close()
+        raise
+    layout = backend.layout
     cache = CacheManager(
         CacheConfig(
             num_blocks=layout.num_blocks,
@@ -118,7 +124,7 @@ def build_service(
     return Service(options, layout, backend, model, cache)
 
 
-def _resolve_model(model: str, say: Callable[[str], None]) -> Path:
+def _resolve_model(model: str, say: Say) -> Path:
     if model == "smollm2":
         return fetch_smollm2(say)
     path = Path(model)
@@ -132,55 +138,9 @@ def _sequence_limit(options: ServeOptions, config: ModelConfig | None) -> int | 
     return min((limit for limit in limits if limit is not None), default=None)
 
 
-def _size_pool(options: ServeOptions, shape: KvShape) -> KvLayout:
-    """Return the layout of a pool of --blocks, or of as many blocks as fit --memory."""
-    one_block = KvLayout(shape, 1, options.block_size)
-    if options.blocks is not None:
-        return KvLayout(shape, options.blocks, options.block_size)
-    pool_bytes = parse_memory(options.memory, available_memory() or 0)
-    num_blocks = pool_bytes // one_block.block_bytes
-    if num_blocks < 1:
-        raise InvalidArgument(
-            f"{pool_bytes} bytes do not hold one block of {one_block.block_bytes} bytes; raise --memory",
-            field="memory",
-            value=options.memory,
-            limit=one_block.block_bytes,
-        )
-    return KvLayout(shape, num_blocks, options.block_size)
-
-
-def _open_backend(
-    options: ServeOptions, layout: KvLayout, on_compile: OnProgress | None, say: Callable[[str], None]
-) -> Backend:
-    """Open the backend asked for; "auto" takes a GPU where there is one. Says which it is and why."""
-    reason = "as asked"
-    if options.backend != "cpu":
-        try:
-            backend = open_cuda_backend(layout)
-        except DeviceError as error:
-            if options.backend == "cuda":
-                raise
-            reason = f"no GPU: {error.message}"
-        else:
-            say("[bold]backend[/]  cuda")
-            return backend
-    cpu = CpuBackend(layout, num_threads=options.threads, on_compile=on_compile)
-    say(f"[bold]backend[/]  cpu, {cpu.isa}, {cpu.num_threads} threads ({reason})")
-    return cpu
-
-
 def _engine_config(options: ServeOptions) -> EngineConfig:
     return EngineConfig(
         max_num_seqs=options.max_num_seqs,
         max_batch_tokens=options.max_batch_tokens,
         max_model_len=options.max_model_len,
-    )
-
-
-def _describe_pool(layout: KvLayout, options: ServeOptions) -> str:
-    gib, kib = 2**30, 2**10
-    return (
-        f"[bold]pool[/]     {layout.num_blocks} blocks of {layout.block_size} tokens "
-        f"({layout.block_bytes / kib:.0f} KiB each, {layout.shape.dtype}), "
-        f"{layout.num_blocks * layout.block_size} tokens, {layout.pool_bytes / gib:.2f} GiB"
     )

@@ -16,7 +16,7 @@ class CompileProgress:
 
     def __init__(self, console: Console) -> None:
         self._progress = Progress(
-            TextColumn("Compiling CPU kernels (first start only)"),
+            TextColumn("Compiling kernels (first start only)"),
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("{task.description}"),

@@ -25,7 +25,8 @@ class CudaBackend(CudaDenseOps):
     """Implements `Backend`. Opens the device on the caller's thread; jobs run on the backend's own threads.
 
     `driver_module` and `cublas` stand in for `cuda.bindings.driver` and `nvmath.bindings.cublas`; `emit_ptx` is for
-    drivers that take no CUBIN. `weight_dtype` is what quantised weights become. Raises DeviceError where there is no
+    drivers that take no CUBIN. `weight_dtype` is what quantised weights become; `on_compile(done, total, name)` hears
+    of every kernel that `warm_up` compiles. Raises DeviceError where there is no
     device, no compiler or not enough memory, UnsupportedModel for a storage type without kernels.
     """
 
@@ -43,14 +44,16 @@ class CudaBackend(CudaDenseOps):
         min_partition: int = 256,
         tensor_cores: bool | None = None,
         weight_dtype: DType = DType.FLOAT16,
+        on_compile: Callable[[int, int, str], None] = lambda done, total, name: None,
     ) -> None:
         device = Device(driver_module, ordinal=ordinal, compiler=compiler, emit_ptx=emit_ptx)
         try:
             super().__init__(device, layout, min_partition=min_partition, tensor_cores=tensor_cores)
+            self.open_cublas(cublas, weight_dtype)
         except BaseException:
             device.close()
             raise
-        self.open_cublas(cublas, weight_dtype)
+        self._on_compile = on_compile
 
     def submit(self, job: Callable[[], T]) -> Future[T]:
         """See `Backend.submit`. A DeviceError of one job is the answer to every later one."""
@@ -71,15 +74,15 @@ class CudaBackend(CudaDenseOps):
         self.device.copy_out(tensor.pointer, array, self.device.streams.compute)
         return array
 
-    def warm_up(self, on_compile: Callable[[int, int, str], None] | None = None) -> None:
-        """Compile and load every kernel this layout can need; `on_compile(done, total, name)` hears of each."""
+    def warm_up(self) -> None:
+        """Compile and load every kernel that this layout can need."""
         variants = all_variants(self.layout.shape)
 
         def job() -> None:
             for done, variant in enumerate(variants):
-                if on_compile:
-                    on_compile(done, len(variants), variant.label)
+                self._on_compile(done, len(variants), variant.label)
                 self.device.function(variant)
+            self._on_compile(len(variants), len(variants), "")
 
         self.submit(job).result()
 
@@ -95,7 +98,9 @@ class CudaBackend(CudaDenseOps):
     def close(self) -> None:
         """See `Backend.close`; idempotent."""
         self.device.queue.close()
-        if self.failure is None:
+        if self.device.is_closed:
+            return
+        with self.device.failing_quietly():
             self.device.context.bind()
             self.close_cublas()
             self.pool.release()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy.typing as npt
 
 from pagedkv.compute.cuda.array import DeviceArray, PinnedMemory, ScratchMemory
 from pagedkv.compute.cuda.compiler import Compiler, Target, choose_target
-from pagedkv.compute.cuda.driver import Context, Driver, Function
+from pagedkv.compute.cuda.driver import Context, Driver, Function, require_driver
 from pagedkv.compute.cuda.kernels import Variant
 from pagedkv.compute.cuda.streams import Events, JobQueue, StreamPair
 from pagedkv.config import require
@@ -44,10 +45,13 @@ class Device:
         cache_dir: Path | None = None,
     ) -> None:
         self.driver = Driver(driver_module)
-        self.context = Context(self.driver, ordinal)
+        self.driver.call("cuInit", 0)
         self.compiler = compiler or Compiler(cache_dir=cache_dir)
-        chosen = choose_target(self.context.info.capability, self.compiler.supported_archs())
+        chosen = choose_target(self.driver.describe(ordinal).capability, self.compiler.supported_archs())
         self.target = Target(chosen.arch, is_ptx=emit_ptx or chosen.is_ptx)
+        version = int(self.driver.call("cuDriverGetVersion"))
+        require_driver(version, self.compiler.version, self.target.is_ptx)
+        self.context = Context(self.driver, ordinal)
         self.events = Events(self.context)
         self.streams = StreamPair(self.context, self.events)
         self.scratch, self.pinned = ScratchMemory(self.context), PinnedMemory(self.context)
@@ -56,7 +60,7 @@ class Device:
         self._modules: list[Any] = []
         self._inputs: dict[int, tuple[Any, DeviceArray]] = {}
         self._staged_bytes = 0
-        self._is_closed = False
+        self.is_closed = False
 
     def begin_job(self) -> None:
         """Forget the host arrays of the job before."""
@@ -127,18 +131,23 @@ class Device:
 
         self.queue.at_completion(finish)
 
-    def close(self) -> None:
-        """Finish all jobs, then free everything. Not to be called from a job; idempotent.
+    def failing_quietly(self) -> AbstractContextManager[None]:
+        """Return what bears the errors of a device that failed before, whose context may refuse every call."""
+        return nullcontext() if self.queue.failure is None else suppress(Exception)
 
-        A context poisoned by a fault frees its memory with itself: nothing is called in it.
-        """
-        if self._is_closed:
+    def close(self) -> None:
+        """Finish all jobs, then free everything. Not to be called from a job; idempotent."""
+        if self.is_closed:
             return
-        self._is_closed = True
+        self.is_closed = True
         self.queue.close()
         self._inputs, self._functions = {}, {}
-        if self.queue.failure is not None:
-            return
+        with self.failing_quietly():
+            self._free_all()
+        with self.failing_quietly():
+            self.context.release()
+
+    def _free_all(self) -> None:
         self.context.bind()
         for module in self._modules:
             self.driver.call("cuModuleUnload", module)

@@ -101,6 +101,22 @@ def probe(module: Any = None) -> Probe:
     return Probe(devices, "" if devices else "the driver reports no device", version)
 
 
+def require_driver(driver_version: int, compiler_version: tuple[int, int], is_ptx: bool) -> None:
+    """Raise DeviceError if a driver, as by cuDriverGetVersion, does not take what a version of NVRTC compiles.
+
+    CUBINs run on every driver of the compiler's major version; PTX needs a driver at least as new as the compiler.
+    """
+    have = (driver_version // 1000, driver_version % 1000 // 10)
+    need = compiler_version if is_ptx else (compiler_version[0], 0)
+    if have < need:
+        code = "PTX" if is_ptx else "CUBINs"
+        message = (
+            f"the driver is too old: it supports CUDA {have[0]}.{have[1]}, and {code} of NVRTC "
+            f"{compiler_version[0]}.{compiler_version[1]} need {need[0]}.{need[1]}; update the driver"
+        )
+        raise DeviceError(message, driver_version=f"{have[0]}.{have[1]}", needed_version=f"{need[0]}.{need[1]}")
+
+
 class Context:
     """A device's primary context. Every thread that calls the driver binds it first."""
 

@@ -1,4 +1,4 @@
-"""The page pool on the device: one allocation, sized by blocks, bytes or a fraction of the free memory."""
+"""The page pool on the device: one allocation."""
 
 from __future__ import annotations
 
@@ -9,35 +9,11 @@ import numpy as np
 from pagedkv.compute.cuda.array import DeviceArray, out_of_memory
 from pagedkv.compute.cuda.driver import Context
 from pagedkv.compute.layout import KvLayout
-from pagedkv.config import KvShape, require
+from pagedkv.config import require
 from pagedkv.dtypes import DType
 from pagedkv.errors import DeviceError
 
 _TYPES = {DType.FLOAT32: "<f4", DType.FLOAT16: "<f2", DType.BFLOAT16: "<u2"}  # the interface knows no bfloat16
-
-
-def size_layout(
-    context: Context,
-    shape: KvShape,
-    block_size: int,
-    *,
-    num_blocks: int | None = None,
-    num_bytes: int | None = None,
-    fraction: float = 0.8,
-) -> KvLayout:
-    """Return the layout of a pool of `num_blocks`, else of `num_bytes`, else of a fraction of what is free now.
-
-    Raises DeviceError if not one block fits.
-    """
-    require(0 < fraction <= 1, "fraction", "must be in (0, 1]", fraction, 1)
-    if num_blocks is not None:
-        return KvLayout(shape, num_blocks, block_size)
-    free = int(context.driver.call("cuMemGetInfo")[0])
-    budget = int(free * fraction) if num_bytes is None else num_bytes
-    block_bytes = KvLayout(shape, 1, block_size).block_bytes
-    if budget < block_bytes:
-        raise out_of_memory(context, block_bytes, "one block", "--block-size, or raise --memory")
-    return KvLayout(shape, min(budget // block_bytes, 2**31 - 1), block_size)
 
 
 class DevicePool:

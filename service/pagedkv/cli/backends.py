@@ -1,0 +1,82 @@
+"""Choose the backend, size its pool to the memory of where it runs, open it, and say what was taken and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from pagedkv.cli.options import ServeOptions, parse_memory
+from pagedkv.compute.cpu.backend import CpuBackend
+from pagedkv.compute.cpu.pool import available_memory
+from pagedkv.compute.cuda.backend import CudaBackend
+from pagedkv.compute.cuda.select import check_cuda, open_cuda_backend
+from pagedkv.compute.layout import KvLayout
+from pagedkv.config import KvShape
+from pagedkv.errors import DeviceError, InvalidArgument
+
+OnProgress = Callable[[int, int, str], None]
+Say = Callable[[str], None]
+_GIB = 2**30
+
+
+def open_backend(options: ServeOptions, shape: KvShape, on_compile: OnProgress, say: Say) -> CpuBackend | CudaBackend:
+    """Open the backend asked for; "auto" takes a GPU where CUDA can run. Says which it is, why, and its pool.
+
+    Raises InvalidArgument for a pool that holds no block or does not fit, DeviceError, UnsupportedModel.
+    """
+    if options.backend == "cpu":
+        return open_cpu(options, shape, on_compile, say, "as asked")
+    if options.backend == "cuda":
+        return open_cuda(options, shape, on_compile, say)
+    try:
+        check_cuda(needs_cublas=options.model is not None)
+    except DeviceError as error:
+        return open_cpu(options, shape, on_compile, say, f"no GPU: {error.message}")
+    return open_cuda(options, shape, on_compile, say)
+
+
+def open_cpu(options: ServeOptions, shape: KvShape, on_compile: OnProgress, say: Say, reason: str) -> CpuBackend:
+    """Open the CPU backend; a share of --memory is one of what this process may still take."""
+    layout = size_pool(options, shape, available_memory() or 0)
+    backend = CpuBackend(layout, num_threads=options.threads, on_compile=on_compile)
+    say(f"[bold]backend[/]  cpu, {backend.isa}, {backend.num_threads} threads ({reason})")
+    say(_describe_pool(layout))
+    return backend
+
+
+def open_cuda(options: ServeOptions, shape: KvShape, on_compile: OnProgress, say: Say, **stand_ins: Any) -> CudaBackend:
+    """Open the CUDA backend; a share of --memory is one of the free device memory.
+
+    `stand_ins` go to CudaBackend: tests put `driver_module` and `cublas` in the place of the real ones.
+    """
+    libraries = {name: stand_ins.get(name) for name in ("driver_module", "cublas")}
+    check_cuda(needs_cublas=options.model is not None, **libraries)
+    backend = open_cuda_backend(lambda free: size_pool(options, shape, free), on_compile=on_compile, **stand_ins)
+    info, reason = backend.device.context.info, "as asked" if options.backend == "cuda" else "it is there"
+    say(f"[bold]backend[/]  cuda, {info.name}, sm_{info.capability[0]}{info.capability[1]} ({reason})")
+    say(f"{_describe_pool(backend.layout)}; {backend.pool.free_bytes_left / _GIB:.2f} GiB of the device are left")
+    return backend
+
+
+def size_pool(options: ServeOptions, shape: KvShape, available_bytes: int) -> KvLayout:
+    """Return the layout of a pool of --blocks, or of as many blocks as fit --memory. Raises InvalidArgument."""
+    block_bytes = KvLayout(shape, 1, options.block_size).block_bytes
+    if options.blocks is not None:
+        return KvLayout(shape, options.blocks, options.block_size)
+    pool_bytes = parse_memory(options.memory, available_bytes)
+    if pool_bytes < block_bytes:
+        raise InvalidArgument(
+            f"{pool_bytes} bytes do not hold one block of {block_bytes} bytes; raise --memory",
+            field="memory",
+            value=options.memory,
+            limit=block_bytes,
+        )
+    return KvLayout(shape, pool_bytes // block_bytes, options.block_size)
+
+
+def _describe_pool(layout: KvLayout) -> str:
+    return (
+        f"[bold]pool[/]     {layout.num_blocks} blocks of {layout.block_size} tokens "
+        f"({layout.block_bytes / 2**10:.0f} KiB each, {layout.shape.dtype}), "
+        f"{layout.num_blocks * layout.block_size} tokens, {layout.pool_bytes / _GIB:.2f} GiB"
+    )
