@@ -66,14 +66,15 @@ class Service:
             )
             metrics.watch_engine(self.engine)
             await self.engine.start()
-        self.server = Server(
+        self.server = server = Server(
             ServerConfig(host=self.options.host, port=self.options.port, insecure=self.options.insecure),
             cache=self.cache,
             backend=self.backend,
             engine=self.engine,
             observer=metrics.rpc_observer,
         )
-        await self.server.start()
+        metrics.watch_health(lambda: server.is_healthy)
+        await server.start()
         if self.options.metrics_port is not None:
             self.metrics_server = MetricsServer(metrics, host=self.options.host, port=self.options.metrics_port)
             await self.metrics_server.start()

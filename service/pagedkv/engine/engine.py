@@ -69,7 +69,7 @@ class Engine:
         self._next_id = 0
         self._draining = False
         self._failure: DeviceError | None = None
-        self.on_failure: Callable[[], None] = lambda: None  # called once, when the device fails
+        self.on_failure: Callable[[DeviceError], None] = lambda error: None  # called once, when the device fails
 
     @property
     def stats(self) -> EngineStats:
@@ -132,6 +132,16 @@ class Engine:
         self._observer.on_queued(request_id, state.num_prompt_tokens, request.trace_context)
         return stream
 
+    def fail(self, error: DeviceError) -> None:
+        """End every request with the error and refuse later ones by it: the device is not to be trusted. Idempotent."""
+        if self._failure is not None:
+            return
+        self._failure = error
+        for request in [*self._scheduler.running, *self._scheduler.waiting]:
+            self._end(request, FinishReason.ERROR, error)
+        self._idle.set()
+        self.on_failure(error)
+
     def _check_open(self) -> None:
         if self._failure is not None:
             raise self._failure
@@ -166,7 +176,7 @@ class Engine:
             raise
         except Exception as error:
             _log.exception("the engine stopped")
-            self._fail(error)
+            self.fail(error if isinstance(error, DeviceError) else DeviceError("the engine failed; see the log"))
 
     async def _step_or_wait(self) -> None:
         chunks = self._scheduler.schedule()
@@ -240,13 +250,6 @@ class Engine:
         self._scheduler.remove(request)
         self._wake.set()
         self._observer.on_finished(request.request_id, reason, request.num_prompt_tokens, request.num_output_tokens)
-
-    def _fail(self, error: Exception) -> None:
-        self._failure = error if isinstance(error, DeviceError) else DeviceError("the engine failed; see the log")
-        for request in [*self._scheduler.running, *self._scheduler.waiting]:
-            self._end(request, FinishReason.ERROR, self._failure)
-        self._idle.set()
-        self.on_failure()
 
     def _note_admitted(self, request: RequestState) -> None:
         waited = time.perf_counter() - request.queued_at

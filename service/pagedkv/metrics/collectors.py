@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Final, Protocol
 
 from pagedkv.cache import Accounting, CacheManager, CacheStats, Usage
@@ -57,6 +57,7 @@ class LiveCollector:
 
     def __init__(self, cache: CacheManager, layout: KvLayout, backend_name: str, recorder: Recorder) -> None:
         self.engine: EngineView | None = None
+        self.is_healthy: Callable[[], bool] = lambda: self.engine is None or self.engine.is_healthy
         self._cache = cache
         self._layout = layout
         self._info = (BACKEND.bounded(backend_name), DTYPE.bounded(str(layout.shape.dtype)))
@@ -81,7 +82,7 @@ class LiveCollector:
         return {
             "pagedkv_num_requests_running": {(): 0 if stats is None else stats.num_running},
             "pagedkv_num_requests_waiting": {(): 0 if stats is None else stats.num_waiting},
-            "pagedkv_device_healthy": {(): float(self.engine is None or self.engine.is_healthy)},
+            "pagedkv_device_healthy": {(): float(self.is_healthy())},
         }
 
     def _monotone(self, name: str, labels: tuple[str, ...], value: float) -> float:

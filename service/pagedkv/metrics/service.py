@@ -30,7 +30,7 @@ class ServiceMetrics:
             engine=lambda: self._collector.engine,
             num_generated=lambda: self.recorder.num_generated_tokens,
         )
-        self.is_ready: Callable[[], bool] = lambda: self._collector.engine is None or self._collector.engine.is_healthy
+        self.is_ready: Callable[[], bool] = lambda: self._collector.is_healthy()
         tracer = make_tracer()
         self.engine_observer: EngineObserver = (
             self.recorder if tracer is None else ObserverGroup((self.recorder, tracer))
@@ -48,6 +48,10 @@ class ServiceMetrics:
     def watch_engine(self, engine: EngineView) -> None:
         """Show the engine's running and waiting requests and its health from now on."""
         self._collector.engine = engine
+
+    def watch_health(self, is_healthy: Callable[[], bool]) -> None:
+        """Ask this from now on whether the device is healthy, in place of the engine: there may be none."""
+        self._collector.is_healthy = is_healthy
 
     def watch_backend(self, backend: Any) -> None:
         """Time the backend's kernels from now on; right for backends whose operations return when they are done."""

@@ -38,7 +38,7 @@ _MAX_PAGE_SIZE, _DEFAULT_PAGE_SIZE = 1000, 100
 class KvCacheService(kv_cache_pb2_grpc.KvCacheServicer):
     """Handlers run on the event loop that owns the cache; between planning and commit nothing is awaited."""
 
-    def __init__(self, cache: CacheManager, backend: Backend, on_device_failure: Callable[[], None]) -> None:
+    def __init__(self, cache: CacheManager, backend: Backend, on_device_failure: Callable[[DeviceError], None]) -> None:
         self._cache = cache
         self._backend = backend
         self._layout = backend.layout
@@ -47,6 +47,10 @@ class KvCacheService(kv_cache_pb2_grpc.KvCacheServicer):
         self._failure: DeviceError | None = None
         self._retries = RetryMemory()
         self._batcher: Batcher[kv_cache_pb2.AttendRequest, Attended] = Batcher(self._launch)
+
+    def fail(self, error: DeviceError) -> None:
+        """Refuse by the error whatever needs the device from now on. Idempotent: the first error stays."""
+        self._failure = self._failure or error
 
     # -- sequences ----------------------------------------------------------------------------------------------
 
@@ -70,6 +74,7 @@ class KvCacheService(kv_cache_pb2_grpc.KvCacheServicer):
 
     async def Fork(self, request: kv_cache_pb2.ForkRequest, context: Any) -> Any:
         """Start a sequence that shares all blocks of another."""
+        self._check_device()
         if (answer := self._retries.find(request.request_id, request)) is not None:
             return answer
         check_own_id("parent_id", request.parent_id)
@@ -253,9 +258,10 @@ class KvCacheService(kv_cache_pb2_grpc.KvCacheServicer):
 
     def _note_failure(self, error: BaseException) -> DeviceError:
         _log.error("the device failed", exc_info=error)
-        self._failure = error if isinstance(error, DeviceError) else DeviceError("the device failed; see the log")
-        self._on_device_failure()
-        return self._failure
+        failure = error if isinstance(error, DeviceError) else DeviceError("the device failed; see the log")
+        self.fail(failure)
+        self._on_device_failure(failure)
+        return failure
 
     def _check_device(self) -> None:
         if self._failure is not None:

@@ -15,7 +15,7 @@ from pagedkv.cache import CacheManager
 from pagedkv.compute.backend import Backend
 from pagedkv.config import require
 from pagedkv.engine import Engine
-from pagedkv.errors import InvalidArgument
+from pagedkv.errors import DeviceError, InvalidArgument
 from pagedkv.rpc.generation import GenerationService, NoModelService
 from pagedkv.rpc.interceptors import ErrorInterceptor, NullRpcObserver, RpcObserver
 from pagedkv.rpc.kv_cache import KvCacheService
@@ -68,8 +68,9 @@ class Server:
         )
         self._health = health_aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        kv_cache = KvCacheService(cache, backend, self._note_device_failure)
-        kv_cache_pb2_grpc.add_KvCacheServicer_to_server(kv_cache, self._server)  # type: ignore[no-untyped-call]
+        self._engine = engine
+        self._kv_cache = KvCacheService(cache, backend, self._note_device_failure)
+        kv_cache_pb2_grpc.add_KvCacheServicer_to_server(self._kv_cache, self._server)  # type: ignore[no-untyped-call]
         generation = NoModelService() if engine is None else GenerationService(engine)
         generation_pb2_grpc.add_GenerationServicer_to_server(generation, self._server)  # type: ignore[no-untyped-call]
         reflection.enable_server_reflection(
@@ -77,10 +78,15 @@ class Server:
             self._server,
         )
         self._served = _SERVICES if engine is not None else _SERVICES[:1]
-        self._device_failed = False
+        self._failure: DeviceError | None = None
         if engine is not None:
             engine.on_failure = self._note_device_failure
         self.port = 0
+
+    @property
+    def is_healthy(self) -> bool:
+        """False from the moment the device failed."""
+        return self._failure is None
 
     async def start(self) -> None:
         """Bind and serve. Raises InvalidArgument if the port is taken."""
@@ -97,11 +103,14 @@ class Server:
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace_seconds)
 
-    def _note_device_failure(self) -> None:
-        """Report NOT_SERVING from now on."""
-        if self._device_failed:
+    def _note_device_failure(self, error: DeviceError) -> None:
+        """Report NOT_SERVING from now on, and answer by the error whatever needs the device, through either service."""
+        if self._failure is not None:
             return
-        self._device_failed = True
+        self._failure = error
+        self._kv_cache.fail(error)
+        if self._engine is not None:
+            self._engine.fail(error)
         self._failure_task = asyncio.ensure_future(self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING))
 
     async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
