@@ -161,7 +161,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attend(ATTEND_PARAMETE
             float best = NEGATIVE_INFINITY;
             for (int t = lane; t < TILE_TOKENS; t += 32) {
                 float product = scores[row * kScoreStride + t];
-                if constexpr (STORAGE == FLOAT8) product *= key_scales[t];
+                if constexpr (is_quantized(STORAGE)) product *= key_scales[t];
                 const float score =
                     transform_score(product, first + t, position, work.end, window, scale, soft_cap, slope);
                 scores[row * kScoreStride + t] = score;
@@ -172,7 +172,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attend(ATTEND_PARAMETE
             for (int t = lane; t < TILE_TOKENS; t += 32) {
                 float weight = states[r].weight(scores[row * kScoreStride + t]);
                 sum += weight;
-                if constexpr (STORAGE == FLOAT8) weight *= key_scales[TILE_TOKENS + t];
+                if constexpr (is_quantized(STORAGE)) weight *= key_scales[TILE_TOKENS + t];
                 scores[row * kScoreStride + t] = weight;
             }
             states[r].sum += warp_sum(sum);

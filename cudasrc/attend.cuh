@@ -28,7 +28,7 @@ constexpr int kRowBytes = HEAD_DIM * storage_bytes(STORAGE);
 constexpr int kRowPieces = kRowBytes / 16;
 constexpr int kRowStride = (kRowPieces | 1) * 16;  // an odd number of 16-byte pieces: columns hit different banks
 constexpr int kTileBytes = TILE_TOKENS * kRowStride;
-constexpr int kScaleBytes = STORAGE == FLOAT8 ? TILE_TOKENS * 4 : 0;
+constexpr int kScaleBytes = is_quantized(STORAGE) ? TILE_TOKENS * 4 : 0;
 constexpr int kStageBytes = 2 * (kTileBytes + kScaleBytes);  // K, V, their scales
 constexpr int kThreads = NUM_WARPS * 32;
 
@@ -90,7 +90,7 @@ __device__ __forceinline__ void load_tile(uint8* stage, const uint8* head_base, 
         copy16_async(keys + target, source, valid);
         copy16_async(values + target, source + value_stride, valid);
     }
-    if constexpr (STORAGE == FLOAT8) {
+    if constexpr (is_quantized(STORAGE)) {
         for (int row = threadIdx.x; row < TILE_TOKENS; row += kThreads) {
             const int token = first + row;
             const bool valid = token < end;

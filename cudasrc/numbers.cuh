@@ -1,6 +1,6 @@
 // Storage types of the page pool and their conversions, by PTX alone: no CUDA header is needed at run time.
 //
-// -D STORAGE=0 float32, 1 float16, 2 bfloat16, 3 float8 e4m3 (with a float32 scale per token and KV head).
+// -D STORAGE=0 float32, 1 float16, 2 bfloat16, and with a float32 scale per token and KV head: 3 float8 e4m3, 4 int8.
 #pragma once
 
 typedef unsigned char uint8;
@@ -13,12 +13,18 @@ typedef long long int64;
 #define FLOAT16 1
 #define BFLOAT16 2
 #define FLOAT8 3
+#define INT8 4
 
 #define NEGATIVE_INFINITY __int_as_float(0xFF800000)  // INFINITY is not defined at run-time compilation
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 
-__device__ constexpr int storage_bytes(int storage) { return storage == FLOAT32 ? 4 : storage == FLOAT8 ? 1 : 2; }
+__device__ constexpr bool is_quantized(int storage) { return storage == FLOAT8 || storage == INT8; }
+
+__device__ constexpr int storage_bytes(int storage) { return storage == FLOAT32 ? 4 : is_quantized(storage) ? 1 : 2; }
+
+// The magnitude that the largest of a quantised row is stored as.
+__device__ constexpr float largest_stored(int storage) { return storage == INT8 ? 127.0f : 448.0f; }
 
 __device__ __forceinline__ float float_from_half(uint32 bits) {
     float value;
@@ -42,6 +48,17 @@ __device__ __forceinline__ uint32 e4m3_from_float(float value) {
     return sign | (((wide + 0x7FFFFu + ((wide >> 20) & 1u)) >> 20) - (120u << 3));
 }
 
+// Byte `index` of a word of signed bytes: with its sign flipped it becomes the low mantissa bits of 2^23 by one permute.
+__device__ __forceinline__ float float_from_int8(uint32 word, int index) {
+    const uint32 bits = __byte_perm(word ^ 0x80808080u, 0x4B000000u, 0x7440 + index);
+    return __uint_as_float(bits) - 8388736.0f;
+}
+
+// Round to nearest even, saturate at 127.
+__device__ __forceinline__ uint32 int8_from_float(float value) {
+    return (uint32)__float2int_rn(fminf(fmaxf(value, -127.0f), 127.0f)) & 0xFFu;
+}
+
 // Two floats into one register of two 16-bit numbers, `low` in the lower half.
 template <int kStorage>
 __device__ __forceinline__ uint32 pack(float low, float high) {
@@ -58,6 +75,17 @@ __device__ __forceinline__ float unpack(uint32 bits16) {
     return kStorage == FLOAT16 ? float_from_half(bits16) : float_from_bfloat(bits16);
 }
 
+template <int kStorage>
+__device__ __forceinline__ float unpack_byte(uint32 word, int index) {
+    if constexpr (kStorage == INT8) return float_from_int8(word, index);
+    return float_from_e4m3((word >> (8 * index)) & 0xFFu);
+}
+
+template <int kStorage>
+__device__ __forceinline__ uint32 byte_from_float(float value) {
+    return kStorage == INT8 ? int8_from_float(value) : e4m3_from_float(value);
+}
+
 // What a thread reads in one access of at most 16 bytes: 4 float32, or 8 of a smaller type.
 __device__ constexpr int lane_elements(int storage) { return storage == FLOAT32 ? 4 : 8; }
 
@@ -66,13 +94,10 @@ __device__ __forceinline__ void load_elements(const void* address, float (&value
     if constexpr (kStorage == FLOAT32) {
         const float4 four = *reinterpret_cast<const float4*>(address);
         values[0] = four.x, values[1] = four.y, values[2] = four.z, values[3] = four.w;
-    } else if constexpr (kStorage == FLOAT8) {
+    } else if constexpr (is_quantized(kStorage)) {
         const uint2 eight = *reinterpret_cast<const uint2*>(address);
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            values[i] = float_from_e4m3((eight.x >> (8 * i)) & 0xFFu);
-            values[4 + i] = float_from_e4m3((eight.y >> (8 * i)) & 0xFFu);
-        }
+        for (int i = 0; i < 8; i++) values[i] = unpack_byte<kStorage>(i < 4 ? eight.x : eight.y, i & 3);
     } else {
         const uint4 eight = *reinterpret_cast<const uint4*>(address);
         const uint32 words[4] = {eight.x, eight.y, eight.z, eight.w};
@@ -88,12 +113,12 @@ template <int kStorage>
 __device__ __forceinline__ void store_elements(void* address, const float (&values)[lane_elements(kStorage)]) {
     if constexpr (kStorage == FLOAT32) {
         *reinterpret_cast<float4*>(address) = make_float4(values[0], values[1], values[2], values[3]);
-    } else if constexpr (kStorage == FLOAT8) {
+    } else if constexpr (is_quantized(kStorage)) {
         uint2 eight = make_uint2(0, 0);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            eight.x |= e4m3_from_float(values[i]) << (8 * i);
-            eight.y |= e4m3_from_float(values[4 + i]) << (8 * i);
+            eight.x |= byte_from_float<kStorage>(values[i]) << (8 * i);
+            eight.y |= byte_from_float<kStorage>(values[4 + i]) << (8 * i);
         }
         *reinterpret_cast<uint2*>(address) = eight;
     } else {

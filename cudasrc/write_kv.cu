@@ -1,13 +1,12 @@
 // Store new keys and values at their slots, converted to the pool's storage type.
 //
 // Plain storage: a thread per 16 bytes of the pool. Quantised: a warp per (token, KV head, K or V), which first finds
-// the row's largest magnitude; its scale is that over 448.
+// the row's largest magnitude.
 //
 // -D HEAD_DIM STORAGE SOURCE (storage type of the sources)
-#include "softmax.cuh"
+#include "pool_write.cuh"
 
-constexpr int kElements = lane_elements(STORAGE);
-constexpr int kPieces = HEAD_DIM / kElements;
+constexpr int kLanes = is_quantized(STORAGE) ? 32 : kPieces;  // threads of a row
 
 template <int kCount>
 __device__ __forceinline__ void load_source(const void* source, int64 index, float (&values)[kCount]) {
@@ -29,21 +28,17 @@ extern "C" __global__ void write_kv(uint8* __restrict__ pool,          // layer'
                                     const void* __restrict__ keys,     // [num_tokens, num_kv_heads, HEAD_DIM]
                                     const void* __restrict__ values,   // as keys
                                     const int64* __restrict__ slots,   // [num_tokens], -1: do not write
-                                    const int64 num_tokens, const int64 block_stride, const int64 head_stride,
-                                    const int64 value_stride, const int64 scale_offset, const int block_shift,
-                                    const int num_kv_heads) {
+                                    const int64 num_tokens, POOL_PARAMETERS) {
     const int64 thread = blockIdx.x * (int64)blockDim.x + threadIdx.x;
-    const int64 item = STORAGE == FLOAT8 ? thread / 32 : thread / kPieces;  // (K or V, token, KV head)
-    const int piece = STORAGE == FLOAT8 ? thread % 32 : thread % kPieces;
-    const int64 per_side = num_tokens * num_kv_heads;
+    const int64 item = thread / kLanes, per_side = num_tokens * num_kv_heads;  // item: (K or V, token, KV head)
+    const int piece = thread % kLanes;
     if (item >= 2 * per_side) return;
     const bool is_value = item >= per_side;
-    const int64 row = is_value ? item - per_side : item, token = row / num_kv_heads, head = row % num_kv_heads;
+    const int64 row = is_value ? item - per_side : item, token = row / num_kv_heads;
     const int64 slot = slots[token];
     if (slot < 0) return;
-    const int64 offset = slot & ((1 << block_shift) - 1);
-    uint8* block = pool + (slot >> block_shift) * block_stride;
-    uint8* target = block + is_value * value_stride + head * head_stride + offset * HEAD_DIM * storage_bytes(STORAGE);
+    const PoolRow target = find_row(pool, slot, is_value, row % num_kv_heads, block_stride, head_stride, value_stride,
+                                    scale_offset, block_shift, num_kv_heads);
     float elements[kElements];
     if (piece < kPieces) {
         load_source(is_value ? values : keys, row * HEAD_DIM + piece * kElements, elements);
@@ -51,17 +46,10 @@ extern "C" __global__ void write_kv(uint8* __restrict__ pool,          // layer'
 #pragma unroll
         for (int i = 0; i < kElements; i++) elements[i] = 0.0f;
     }
-    if constexpr (STORAGE == FLOAT8) {
-        float largest = 0.0f;
-#pragma unroll
-        for (int i = 0; i < kElements; i++) largest = fmaxf(largest, fabsf(elements[i]));
-        largest = warp_max(largest);
-        const float inverse = largest > 0.0f ? 448.0f / largest : 0.0f;
-#pragma unroll
-        for (int i = 0; i < kElements; i++) elements[i] *= inverse;
-        const int64 scale = ((is_value * num_kv_heads + head) << block_shift) + offset;
-        if (piece == 0) reinterpret_cast<float*>(block + scale_offset)[scale] = largest / 448.0f;
+    if constexpr (is_quantized(STORAGE)) {
+        const float scale = quantize(elements);
+        if (piece == 0) *target.scale = scale;
         if (piece >= kPieces) return;
     }
-    store_elements<STORAGE>(target + piece * kElements * storage_bytes(STORAGE), elements);
+    store_elements<STORAGE>(target.elements + piece * kElements * storage_bytes(STORAGE), elements);
 }

@@ -20,7 +20,7 @@ RESULT = Path(__file__).parent / "kernels.json"
 # arch: shared bytes and threads of an SM; each CTA costs 1 KiB of shared memory more; registers come in 256 a warp
 ARCHES = {80: (164 << 10, 2048), 90: (228 << 10, 2048), 100: (228 << 10, 2048), 120: (100 << 10, 1536)}
 REGISTERS = 65536
-DTYPES = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16, DType.FLOAT8_E4M3)
+DTYPES = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16, DType.FLOAT8_E4M3, DType.INT8)
 
 
 def occupancy(arch: int, num_threads: int, registers: int, shared_bytes: int) -> float:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 
@@ -193,32 +191,5 @@ def test_kn01_offsets_beyond_32_bits_are_exact():
     fill(backend, case, 0)
     assert_close(attend(backend, case, 0), expected(case))
     backend.pool.pointer += shift * layout.block_bytes
-    backend.close()
-    driver.assert_clean()
-
-
-def quantised(rows: np.ndarray) -> np.ndarray:
-    """Return what e4m3 with a scale per row keeps of float32 rows."""
-    import ml_dtypes
-
-    scale = np.abs(rows).max(-1, keepdims=True) / np.float32(448)
-    return (rows / scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * scale
-
-
-@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
-def test_attend_on_float8_storage_equals_the_oracle_on_the_stored_values(head_dim):
-    lens = [1, 33, 90]
-    layout = layout_for(lens, heads=4, kv_heads=2, head_dim=head_dim, block_size=16, dtype=DType.FLOAT8_E4M3)
-    backend, driver = make_virtual_backend(layout, min_partition=64)
-    case = make_case(layout, lens, [1, 2, 1], np.random.default_rng(0))
-    poison(backend)
-    fill(backend, case, 1)
-    result = attend(backend, case, 1)
-    for arrays in (case.keys, case.values):
-        arrays[:] = [quantised(array) for array in arrays]
-    exact = expected(case)
-    # rounding to e4m3 may go the other way where 448 / max and x / (max / 448) differ in the last bit
-    assert_close(result, exact, 5e-3)
-    assert math.isfinite(float(result[1].max()))
     backend.close()
     driver.assert_clean()

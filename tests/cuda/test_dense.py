@@ -11,7 +11,7 @@ from helpers.cuda import make_virtual_backend
 from helpers.numpy_dense import NumpyBackend
 from pagedkv.compute.backend import Rotation, WeightData
 from pagedkv.dtypes import DType
-from pagedkv.errors import UnsupportedModel
+from pagedkv.errors import InvalidArgument, UnsupportedModel
 
 
 @pytest.fixture
@@ -36,6 +36,46 @@ def test_rms_norm_equals_its_formula(backend, shape):
     x, weight = draw(*shape), draw(shape[-1])
     exact = x / np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True) + 1e-5) * weight
     np.testing.assert_allclose(run(backend, lambda a, b: backend.rms_norm(a, b, 1e-5), x, weight), exact, atol=2e-6)
+
+
+@pytest.mark.parametrize("shape", [(3, 576), (2, 5, 64), (1, 33), (2, 4096), (0, 64)])
+def test_add_rms_norm_is_the_norm_of_the_sum_which_replaces_its_first_argument(backend, shape):
+    x, y, weight = draw(*shape), 3 * draw(*shape)[::-1], draw(shape[-1])
+
+    def job():
+        tensors = [backend.from_host(array) for array in (x, y, weight)]
+        normed = backend.add_rms_norm(*tensors, 1e-5)
+        return [backend.to_host(tensor) for tensor in (normed, *tensors)]
+
+    normed, total, *rest = backend.submit(job).result()
+    exact = (x + y).astype(np.float64)
+    np.testing.assert_array_equal(total, x + y)
+    for after, before in zip(rest, (y, weight), strict=True):
+        np.testing.assert_array_equal(after, before)
+    scale = np.sqrt((exact**2).mean(-1, keepdims=True) + 1e-5)
+    np.testing.assert_allclose(normed, exact / scale * weight, atol=2e-6, rtol=1e-6)
+
+
+def test_add_rms_norm_is_one_launch_of_16_byte_accesses_that_touches_each_sector_once():
+    backend, driver = make_virtual_backend(make_layout(num_blocks=1))
+    x, y, weight = draw(4, 1024), draw(4, 1024), draw(1024)
+
+    def job():
+        backend.add_rms_norm(*(backend.from_host(array) for array in (x, y, weight)), 1e-5)
+
+    backend.submit(job).result()
+    (stats,) = driver.launches
+    assert stats.global_load_bytes.keys() == stats.global_store_bytes.keys() == {16}
+    assert stats.write_ratio == 1.0
+    assert stats.sectors_read <= (3 * x.nbytes + 4 * weight.nbytes) // 32  # x twice: the second time from L1
+    backend.close()
+    driver.assert_clean()
+
+
+@pytest.mark.parametrize(("field", "shapes"), [("y", [(2, 8), (2, 4), (8,)]), ("weight", [(2, 8), (2, 8), (4,)])])
+def test_add_rms_norm_refuses_shapes_that_do_not_fit_by_name(backend, field, shapes):
+    with pytest.raises(InvalidArgument, match=field):
+        run(backend, lambda *tensors: backend.add_rms_norm(*tensors, 1e-5), *(draw(*shape) for shape in shapes))
 
 
 @pytest.mark.parametrize("interleaved", [True, False])

@@ -29,6 +29,7 @@ class LaunchStats:
     shared_wavefronts_least: int = 0
     instructions: Counter[str] = field(default_factory=Counter)  # opcode base -> warp-level executions
     global_load_bytes: Counter[int] = field(default_factory=Counter)  # bytes a thread -> thread-level loads
+    global_store_bytes: Counter[int] = field(default_factory=Counter)  # likewise, stores
     num_blocks_run: int = 0  # basic blocks executed over groups of lanes
     num_divergent_branches: int = 0
 
@@ -71,10 +72,12 @@ class LaunchStats:
             self.sectors_read_least += int(row[checks.NEW_SECTORS])
         if row[checks.SECTORS] and instruction.base in ("ld", "ldu", "cp"):
             self.global_load_bytes[access_bytes(instruction)] += int(row[checks.LANES])
+        if row[checks.SECTORS] and instruction.base == "st":
+            self.global_store_bytes[access_bytes(instruction)] += int(row[checks.LANES])
 
 
 def access_bytes(instruction: Instruction) -> int:
-    """Bytes a thread moves in a load or cp.async."""
+    """Bytes a thread moves in a load, a store or cp.async."""
     if instruction.base == "cp":
         return int(instruction.operands[2].value)  # type: ignore[union-attr]
     kind = [m for m in instruction.mods if m in TYPE_NAMES][-1]

@@ -10,10 +10,10 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from pagedkv.compute.backend import Float32Array, Int32Array, Int64Array, Rotation, WeightData
+from pagedkv.compute.backend import Float32Array, Int32Array, Rotation, WeightData
 from pagedkv.compute.cuda.array import DeviceArray
 from pagedkv.compute.cuda.device import require_array
-from pagedkv.compute.cuda.kernels import plain_variant
+from pagedkv.compute.cuda.kernels import norm_variant, plain_variant
 from pagedkv.compute.cuda.kv_ops import CudaKvOps
 from pagedkv.config import require
 from pagedkv.dtypes import DType
@@ -116,18 +116,27 @@ class CudaDenseOps(CudaKvOps):
         """See `DenseOps.linear_many`."""
         return [self.linear(x, *pair) for pair in zip(weights, biases or [None] * len(weights), strict=True)]
 
-    def add_rms_norm(self, x: DeviceArray, y: DeviceArray, weight: DeviceArray, epsilon: float) -> DeviceArray:
-        """See `DenseOps.add_rms_norm`."""
-        return self.rms_norm(self.add(x, y), weight, epsilon)
-
     def rms_norm(self, x: DeviceArray, weight: DeviceArray, epsilon: float) -> DeviceArray:
         """See `DenseOps.rms_norm`."""
+        return self._rms_norm(x, None, weight, epsilon)
+
+    def add_rms_norm(self, x: DeviceArray, y: DeviceArray, weight: DeviceArray, epsilon: float) -> DeviceArray:
+        """See `DenseOps.add_rms_norm`; one launch."""
+        require(x.shape == y.shape, "y", f"must have shape {x.shape}", y.shape)
+        return self._rms_norm(x, self.as_float32(y), weight, epsilon)
+
+    def _rms_norm(
+        self, x: DeviceArray, residual: DeviceArray | None, weight: DeviceArray, epsilon: float
+    ) -> DeviceArray:
+        """Return the norm of x, or of x + residual, which replaces x."""
         width = x.shape[-1]
-        y = self.device.scratch.empty(x.shape, np.float32)
+        require(weight.shape == (width,), "weight", f"must have shape ({width},)", weight.shape)
+        y, gain = self.device.scratch.empty(x.shape, np.float32), self.as_float32(weight)
         if x.size:
-            grid = (x.size // width, 1, 1)
-            args = (x.pointer, self.as_float32(weight).pointer, y.pointer, width, epsilon)
-            self.device.launch(plain_variant("rms_norm"), grid, *args)
+            other = 0 if residual is None else residual.pointer
+            pointers = (x.pointer, other, gain.pointer, y.pointer)
+            variant = norm_variant(width, add=residual is not None)
+            self.device.launch(variant, (x.size // width, 1, 1), *pointers, width, epsilon)
         return y
 
     def add(self, x: DeviceArray, y: DeviceArray) -> DeviceArray:
@@ -145,21 +154,6 @@ class CudaDenseOps(CudaKvOps):
         y = self.device.scratch.empty(gate.shape, np.float32)
         self.device.launch_items(plain_variant("silu_mul"), y.size, gate.pointer, up.pointer, y.pointer, y.size)
         return y
-
-    def rope_write_kv(
-        self,
-        layer: int,
-        queries: DeviceArray,
-        keys: DeviceArray,
-        values: DeviceArray,
-        positions: Int32Array,
-        slot_mapping: Int64Array,
-        rotation: Rotation,
-    ) -> None:
-        """See `Backend.rope_write_kv`."""
-        self.rope(queries, positions, rotation)
-        self.rope(keys, positions, rotation)
-        self.write_kv(layer, keys, values, slot_mapping)
 
     def rope(self, x: DeviceArray, positions: Int32Array, rotation: Rotation) -> None:
         """See `DenseOps.rope`."""

@@ -8,17 +8,19 @@ from pagedkv.config import KvShape
 from pagedkv.dtypes import DType
 from pagedkv.errors import UnsupportedModel
 
-STORAGE_CODES = {DType.FLOAT32: 0, DType.FLOAT16: 1, DType.BFLOAT16: 2, DType.FLOAT8_E4M3: 3}
+STORAGE_CODES = {DType.FLOAT32: 0, DType.FLOAT16: 1, DType.BFLOAT16: 2, DType.FLOAT8_E4M3: 3, DType.INT8: 4}
 ATTEND_SIGNATURE = "P" * 10 + "q" * 6 + "i" * 5 + "ff"
 STAGE_LIMIT = 72 << 10  # bytes of shared memory for K and V tiles: three CTAs on an SM of 228 KiB, one on 100 KiB
 MAX_ROWS = 8  # rows of a query tile on CUDA cores
 MMA_ROWS = 16  # rows of a warp on tensor cores
 MAX_MMA_WARPS = 4
+_POOL = "qqqqii"  # strides of the page pool
 _SIGNATURES = {
-    "write_kv": "PPPPqqqqqii",
+    "write_kv": "PPPPq" + _POOL,
+    "rope_write_kv": "P" * 7 + _POOL + "iiif",
     "copy_blocks": "PPPq",
     "merge_states": "PPPPqii",
-    "rms_norm": "PPPqf",
+    "rms_norm": "PPPPqf",
     "rope": "PPPqiiiif",
     "silu_mul": "PPPq",
     "add": "PPqq",
@@ -60,6 +62,16 @@ def plain_variant(name: str, **macros: int) -> Variant:
 def write_variant(shape: KvShape, source: int) -> Variant:
     """Return the variant of write_kv for sources of a storage code."""
     return plain_variant("write_kv", HEAD_DIM=shape.head_dim, STORAGE=storage_code(shape.dtype), SOURCE=source)
+
+
+def rope_write_variant(shape: KvShape) -> Variant:
+    """Return the variant of rope_write_kv."""
+    return plain_variant("rope_write_kv", HEAD_DIM=shape.head_dim, STORAGE=storage_code(shape.dtype))
+
+
+def norm_variant(width: int, *, add: bool = False) -> Variant:
+    """Return the variant of rms_norm for rows of `width`, which adds a residual first where `add`."""
+    return plain_variant("rms_norm", ADD=int(add), VECTOR=1 if width % 4 else 4)
 
 
 def storage_code(dtype: DType) -> int:
@@ -118,8 +130,9 @@ def choose_attention(shape: KvShape, max_rows: int, tensor_cores: bool | None = 
 def all_variants(shape: KvShape) -> list[Variant]:
     """Return every variant that a backend of this shape can come to need."""
     chosen = {choose_attention(shape, rows) for rows in (*range(1, 9), 16, 32, 64)}
-    chosen |= {write_variant(shape, source) for source in (0, 1, 2)}
+    chosen |= {write_variant(shape, source) for source in (0, 1, 2)} | {rope_write_variant(shape)}
+    chosen |= {norm_variant(width, add=add) for width in (1, 4) for add in (False, True)}
     chosen |= {plain_variant("cast", SOURCE=a, TARGET=b) for a in (0, 1, 2) for b in (0, 1, 2) if a != b}
     chosen |= {plain_variant("embedding", SOURCE=source) for source in (0, 1, 2)}
-    names = ("copy_blocks", "merge_states", "rms_norm", "rope", "silu_mul", "add", "split", "sample", "echo")
+    names = ("copy_blocks", "merge_states", "rope", "silu_mul", "add", "split", "sample", "echo")
     return sorted(chosen | {plain_variant(name) for name in names}, key=lambda variant: variant.label)

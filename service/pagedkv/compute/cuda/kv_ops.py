@@ -8,11 +8,25 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pagedkv.compute.backend import AttentionBatch, AttentionParams, AttentionResult, Int64Array
+from pagedkv.compute.backend import (
+    AttentionBatch,
+    AttentionParams,
+    AttentionResult,
+    Int32Array,
+    Int64Array,
+    Rotation,
+)
 from pagedkv.compute.cpu import validation
 from pagedkv.compute.cuda.array import DeviceArray
 from pagedkv.compute.cuda.device import Device, require_array
-from pagedkv.compute.cuda.kernels import Variant, choose_attention, plain_variant, storage_code, write_variant
+from pagedkv.compute.cuda.kernels import (
+    Variant,
+    choose_attention,
+    plain_variant,
+    rope_write_variant,
+    storage_code,
+    write_variant,
+)
 from pagedkv.compute.cuda.pool import DevicePool
 from pagedkv.compute.layout import KvLayout
 from pagedkv.config import require
@@ -38,6 +52,8 @@ class CudaKvOps:
         item = layout.shape.dtype.itemsize
         self._head_bytes, self._value_bytes = layout.head_stride * item, layout.value_stride * item
         self._scale_bytes = layout.scale_offset * item
+        strides = (layout.block_bytes, self._head_bytes, self._value_bytes, self._scale_bytes)
+        self._pool_arguments = (*strides, self._block_shift, layout.shape.num_kv_heads)
 
     def write_kv(self, layer: int, keys: DeviceArray, values: DeviceArray, slot_mapping: Int64Array) -> None:
         """See `KvOps.write_kv`."""
@@ -56,13 +72,63 @@ class CudaKvOps:
             values.pointer,
             self.device.input(slot_mapping, np.int64).pointer,
             len(keys),
-            layout.block_bytes,
-            self._head_bytes,
-            self._value_bytes,
-            self._scale_bytes,
-            self._block_shift,
-            shape.num_kv_heads,
+            *self._pool_arguments,
         )
+
+    def rope_write_kv(
+        self,
+        layer: int,
+        queries: DeviceArray,
+        keys: DeviceArray,
+        values: DeviceArray,
+        positions: Int32Array,
+        slot_mapping: Int64Array,
+        rotation: Rotation,
+    ) -> None:
+        """See `Backend.rope_write_kv`; one launch."""
+        self._check_rope_write(layer, (queries, keys, values), positions, slot_mapping, rotation)
+        device, shape, num_tokens = self.device, self.layout.shape, len(queries)
+        if not num_tokens:
+            return
+        variant, num_rows = rope_write_variant(shape), shape.num_heads + 2 * shape.num_kv_heads
+        parts = min(-(-num_rows * 32 // variant.num_threads), -(-WAVES * device.context.info.num_sms // num_tokens))
+        device.launch(
+            variant,
+            (num_tokens, parts, 1),
+            self.pool.layer_pointer(layer),
+            queries.pointer,
+            keys.pointer,
+            values.pointer,
+            device.input(positions, np.int32).pointer,
+            device.input(slot_mapping, np.int64).pointer,
+            device.input(rotation.inv_freq, np.float32).pointer,
+            *self._pool_arguments,
+            shape.num_heads,
+            len(rotation.inv_freq),
+            rotation.interleaved,
+            rotation.scale,
+        )
+
+    def _check_rope_write(
+        self,
+        layer: int,
+        rows: tuple[DeviceArray, DeviceArray, DeviceArray],
+        positions: Int32Array,
+        slots: Int64Array,
+        rotation: Rotation,
+    ) -> None:
+        shape, num_tokens = self.layout.shape, len(slots)
+        validation.check_layer(self.layout, layer)
+        for array, field in zip(rows, ("queries", "keys", "values"), strict=True):
+            code = self._check_rows(array, field, shape.num_heads if field == "queries" else shape.num_kv_heads)
+            require(code == 0, field, "must be float32", str(array.dtype))
+            require(len(array) == num_tokens, field, f"must have {num_tokens} tokens", len(array), num_tokens)
+        require(len(positions) == num_tokens, "positions", f"must have {num_tokens} entries", len(positions))
+        limit = shape.head_dim // 2
+        require(
+            len(rotation.inv_freq) <= limit, "inv_freq", "has more pairs than a head", len(rotation.inv_freq), limit
+        )
+        self._check_slots(slots, num_tokens)
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """See `KvOps.copy_blocks`; two different sources for one destination are refused."""
