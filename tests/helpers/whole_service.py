@@ -44,3 +44,5 @@ async def whole_service(
             yield Running(service, client, driver)
     finally:
         await service.stop()
+    if driver is not None:
+        driver.assert_clean()

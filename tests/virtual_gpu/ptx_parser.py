@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 from virtual_gpu.faults import UnsupportedPtx
 from virtual_gpu.ptx import (
@@ -314,6 +315,7 @@ class BodyParser:
         return operand
 
 
+@lru_cache(maxsize=512)
 def parse_ptx(text: str) -> PtxModule:
-    """Parse a whole PTX module."""
+    """Parse a whole PTX module. Nobody may change the result: who loads the same text again gets the same one."""
     return Parser(text).parse()
