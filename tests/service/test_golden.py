@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from helpers.whole_service import whole_service
 from pagedkv.client import AsyncClient, Client
+from pagedkv.model.hub import fetch_smollm2
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "model" / "golden" / "smollm2_greedy.json").read_text())
 DECIDED_GAP = 0.05  # below it, two tokens' logits are closer than rounding may move them
@@ -79,3 +81,16 @@ def test_pc16_a_warm_prefix_gives_the_text_of_a_cold_one(smollm2_service, prefix
             warm = generate(client, {"prompt_token_ids": prompt, "greedy_token_ids": range(8)})
             assert warm[0] == cold[0]
             assert warm[1] > cold[1] or len(prompt) <= 16
+
+
+async def test_smollm2_over_the_virtual_gpu_gives_the_first_four_golden_tokens_of_three_prompts():
+    """With the file's weights as float32, as the reference has them; all three prompts in one batch."""
+    memory = {"memory_bytes": 1000 << 20, "host_bytes": 128 << 20}
+    async with whole_service(fetch_smollm2(), "cuda", **memory) as running:
+
+        async def run(case):
+            stream = running.client.generate(token_ids=case["prompt_token_ids"], max_tokens=4, temperature=0.0)
+            return [token_id async for chunk in stream for token_id in chunk.token_ids]
+
+        found = await asyncio.gather(*map(run, GOLDEN["cases"][:3]))
+    assert found == [case["greedy_token_ids"][:4] for case in GOLDEN["cases"][:3]]
