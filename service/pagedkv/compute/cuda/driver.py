@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,6 +132,19 @@ class Context:
     def bind(self) -> None:
         """Make the context current on the calling thread."""
         self.driver.call("cuCtxSetCurrent", self._context)
+
+    @contextmanager
+    def pushed(self) -> Iterator[None]:
+        """Make the context current on a thread that may have another one, which is current again afterwards."""
+        self.driver.call("cuCtxPushCurrent", self._context)
+        try:
+            yield
+        finally:
+            self.driver.call("cuCtxPopCurrent")
+
+    def retain(self) -> None:
+        """Keep the context alive until one more `release`."""
+        self.driver.call("cuDevicePrimaryCtxRetain", self._device)
 
     def release(self) -> None:
         """Give the context back; nothing made in it may be used after."""

@@ -46,7 +46,7 @@ class CudaKvOps:
     ) -> None:
         storage_code(layout.shape.dtype)
         self.layout, self.device = layout, device
-        self.pool = DevicePool(device.context, layout)
+        self.pool = DevicePool(device.context, layout, device.streams.compute, device.events)
         self._min_partition, self._tensor_cores = min_partition, tensor_cores
         self._block_shift = layout.block_size.bit_length() - 1
         item = layout.shape.dtype.itemsize

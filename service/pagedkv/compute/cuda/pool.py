@@ -1,26 +1,34 @@
-"""The page pool on the device: one allocation."""
+"""The page pool on the device: one allocation, lent to other libraries as views."""
 
 from __future__ import annotations
 
+import threading
+import weakref
 from typing import Any
 
-import numpy as np
-
-from pagedkv.compute.cuda.array import DeviceArray, out_of_memory
+from pagedkv.compute.cuda.array import out_of_memory
 from pagedkv.compute.cuda.driver import Context
+from pagedkv.compute.cuda.streams import Events
+from pagedkv.compute.dlpack import CUDA_DEVICE, PoolView, Strided, layer_elements, layer_scales, pool_bytes
 from pagedkv.compute.layout import KvLayout
-from pagedkv.config import require
-from pagedkv.dtypes import DType
 from pagedkv.errors import DeviceError
 
-_TYPES = {DType.FLOAT32: "<f4", DType.FLOAT16: "<f2", DType.BFLOAT16: "<u2"}  # the interface knows no bfloat16
+
+class Loan:
+    """Keeps a pool's memory allocated while it lives."""
+
+    __slots__ = ("__weakref__",)
 
 
 class DevicePool:
-    """Owns the device memory of a layout's blocks."""
+    """Owns the device memory of a layout's blocks, and lends it (see dlpack.Exporter)."""
 
-    def __init__(self, context: Context, layout: KvLayout) -> None:
-        self.layout, self._driver = layout, context.driver
+    def __init__(self, context: Context, layout: KvLayout, stream: Any, events: Events) -> None:
+        self.layout, self._context, self._driver = layout, context, context.driver
+        self._stream, self._events = stream, events
+        self._lock = threading.RLock()  # a loan may end inside `lend` on the same thread
+        self._num_loans, self._is_closed = 0, False
+        self.dlpack_device = (CUDA_DEVICE, context.info.ordinal)
         try:
             self.pointer = int(self._driver.call("cuMemAlloc", layout.pool_bytes))
         except DeviceError as error:
@@ -37,33 +45,73 @@ class DevicePool:
         """Return the address of a block."""
         return self.pointer + block_id * self.layout.block_bytes
 
-    def layer_view(self, layer: int, is_value: bool) -> PoolView:
+    def layer_view(self, layer: int, is_value: bool) -> DeviceView:
         """Return a layer's K or V as [num_blocks, num_kv_heads, block_size, head_dim] for other libraries."""
-        return PoolView(self, layer, is_value)
+        return DeviceView(self, layer_elements(self.layout, self.pointer, layer, is_value))
 
-    def as_bytes(self) -> DeviceArray:
+    def scale_view(self, layer: int, is_value: bool) -> DeviceView:
+        """Return the scales of a quantised layer's K or V as float32 [num_blocks, num_kv_heads, block_size]."""
+        return DeviceView(self, layer_scales(self.layout, self.pointer, layer, is_value))
+
+    def raw_view(self) -> DeviceView:
         """Return the pool as uint8 [num_blocks, block_bytes]."""
-        shape = (self.layout.num_blocks, self.layout.block_bytes)
-        return DeviceArray(self.pointer, shape, np.uint8, self)
+        return DeviceView(self, pool_bytes(self.layout, self.pointer))
+
+    def lend(self, stream: int | None) -> Loan:
+        """See `Exporter.lend`: the consumer's stream waits for all jobs that were dispatched before.
+
+        `stream` is a handle; None and 1 mean the legacy default stream, 2 the per-thread one, -1 no waiting.
+        """
+        if stream == 0:
+            raise BufferError("stream 0 is ambiguous: pass 1 (legacy default), 2 (per thread) or a handle")
+        with self._lock:
+            if self._is_closed:
+                raise BufferError("the page pool is closed")
+            if stream != -1:
+                with self._context.pushed():
+                    event = self._events.record(self._stream)
+                    self._driver.call("cuStreamWaitEvent", stream or 1, event, 0)
+                    self._events.give_back(event)
+            loan = Loan()
+            self._num_loans += 1
+        weakref.finalize(loan, self._end_loan).atexit = False
+        return loan
+
+    def _end_loan(self) -> None:
+        with self._lock:
+            self._num_loans -= 1
+            is_last = self._is_closed and self._num_loans == 0
+        if is_last:
+            with self._context.pushed():
+                self._free()
+            self._context.release()
 
     def release(self) -> None:
-        """Free the memory; the device must be idle."""
-        if self.pointer:
-            self._driver.call("cuMemFree", self.pointer)
-            self.pointer = 0
+        """Free the memory, when the last loan has ended; the device must be idle."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            if self._num_loans:
+                self._context.retain()  # for as long as the memory
+                return
+        self._free()
+
+    def _free(self) -> None:
+        self._driver.call("cuMemFree", self.pointer)
+        self.pointer = 0
 
 
-class PoolView:
-    """A strided view that PyTorch, CuPy and others take without a copy; bfloat16 appears as uint16."""
+class DeviceView(PoolView):
+    """A view with `__cuda_array_interface__` too, in which bfloat16 appears as uint16 and float8 as uint8."""
 
-    def __init__(self, pool: DevicePool, layer: int, is_value: bool) -> None:
-        layout, item = pool.layout, pool.layout.shape.dtype.itemsize
-        require(layout.shape.dtype in _TYPES, "dtype", "has no type in the array interface", layout.shape.dtype)
-        self.pool = pool
-        self.__cuda_array_interface__: dict[str, Any] = {
-            "shape": (layout.num_blocks, layout.shape.num_kv_heads, layout.block_size, layout.shape.head_dim),
-            "typestr": _TYPES[layout.shape.dtype],
-            "data": (pool.layer_pointer(layer) + is_value * layout.value_stride * item, False),
-            "strides": (layout.block_bytes, layout.head_stride * item, layout.shape.head_dim * item, item),
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        strided: Strided = self.strided
+        return {
+            "shape": strided.shape,
+            "typestr": strided.element.typestr,
+            "data": (strided.pointer, False),
+            "strides": strided.strides,
             "version": 3,
         }
