@@ -50,7 +50,7 @@ class CacheConfig:
     """Size and policy of the control plane.
 
     `hash_root` seeds the prefix hash chain; None draws a random one, so that digests of two processes never match.
-    `max_sequence_tokens` is the longest sequence; None means the whole pool.
+    `max_sequence_tokens` is the longest sequence; None means the whole pool. `num_host_blocks` are there to swap to.
     """
 
     num_blocks: int
@@ -59,12 +59,15 @@ class CacheConfig:
     max_sequence_tokens: int | None = None
     prefix_caching: bool = True
     hash_root: bytes | None = None
+    num_host_blocks: int = 0
 
     def __post_init__(self) -> None:
         require(self.num_blocks >= 1, "num_blocks", "must be at least 1", self.num_blocks, 1)
         require(self.num_blocks < 2**31, "num_blocks", "must fit a 32-bit block id", self.num_blocks, 2**31 - 1)
         require(self.block_size >= 1, "block_size", "must be at least 1", self.block_size, 1)
         require(self.num_layers >= 1, "num_layers", "must be at least 1", self.num_layers, 1)
+        hosts = self.num_host_blocks
+        require(0 <= hosts < 2**31, "num_host_blocks", "must be in [0, 2^31)", hosts, 2**31 - 1)
         limit = self.max_sequence_tokens
         require(limit is None or limit >= 1, "max_sequence_tokens", "must be at least 1", limit, 1)
 

@@ -8,6 +8,8 @@ PagedKvError
 ├── PositionMismatch
 ├── SequenceSwapped
 ├── OutOfBlocks
+├── OutOfHostBlocks
+├── SwapUnavailable
 ├── QuotaExceeded
 ├── Draining
 ├── Unauthenticated
@@ -113,6 +115,24 @@ class OutOfBlocks(PagedKvError):
         self.free = free
         self.evictable = evictable
         self.total = total
+
+
+class OutOfHostBlocks(PagedKvError):
+    """The host pool cannot take this many blocks now."""
+
+    reason = "OUT_OF_HOST_BLOCKS"
+
+    def __init__(self, *, needed: int, free: int, total: int) -> None:
+        super().__init__(f"{needed} host blocks needed, {free} of {total} free", needed=needed, free=free, total=total)
+        self.needed = needed
+        self.free = free
+        self.total = total
+
+
+class SwapUnavailable(PagedKvError):
+    """There is no host pool to swap to."""
+
+    reason = "SWAP_UNAVAILABLE"
 
 
 class QuotaExceeded(PagedKvError):

@@ -30,12 +30,12 @@ def snapshot(cache):
 
 
 class CacheMachine(RuleBasedStateMachine):
-    @initialize(num_blocks=st.integers(3, 20), num_layers=st.integers(1, 2))
-    def make(self, num_blocks, num_layers):
-        config = CacheConfig(num_blocks, SIZE, num_layers, max_sequence_tokens=24)
+    @initialize(num_blocks=st.integers(3, 20), num_layers=st.integers(1, 2), num_host=st.sampled_from([0, 4, 12, 30]))
+    def make(self, num_blocks, num_layers, num_host):
+        config = CacheConfig(num_blocks, SIZE, num_layers, max_sequence_tokens=24, num_host_blocks=num_host)
         self.now = 0.0
         self.cache = CacheManager(config, clock=lambda: self.now)
-        self.model = CacheModel(num_blocks, SIZE, num_layers, config.sequence_limit)
+        self.model = CacheModel(num_blocks, SIZE, num_layers, config.sequence_limit, num_host)
         self.open = {}
 
     def both(self, ours, theirs):
@@ -152,6 +152,51 @@ class CacheMachine(RuleBasedStateMachine):
         self.both(lambda: self.cache.free_batch(names), lambda: self.model.free(names))
         self.open = {name: made for name, made in self.open.items() if name in self.model.sequences}
 
+    @precondition(lambda self: self.model.sequences)
+    @rule(data=st.data(), count=st.integers(1, 3))
+    def swap_out(self, data, count):
+        names = [data.draw(st.sampled_from(sorted(self.model.sequences))) for _ in range(count)]
+        self.swap(self.cache.swap_out, self.model.swap_out, names)
+
+    @precondition(lambda self: any(s.host is not None for s in self.model.sequences.values()))
+    @rule(data=st.data(), next_tokens=st.sampled_from([0, 1, 1, 6]))
+    def swap_in(self, data, next_tokens):
+        swapped = sorted(name for name, s in self.model.sequences.items() if s.host is not None)
+        names = data.draw(st.lists(st.sampled_from(swapped), min_size=1, unique=True))
+        resident = sorted(set(self.model.sequences) - set(swapped))
+        if resident and data.draw(st.booleans()):
+            names.append(data.draw(st.sampled_from(resident)))
+        if len(names) == 1:
+            need = self.cache.swap_in_need(names[0], next_tokens).total
+            fits = need <= self.cache.num_available()
+        done = self.swap(self.cache.swap_in, self.model.swap_in, names, next_tokens)
+        assert len(names) > 1 or done == fits
+        if done:
+            self.write_next([name for name in names if name in swapped], next_tokens)
+
+    def write_next(self, names, num_tokens):
+        """What a swap-in left room for can be written at once (and is given back)."""
+        rooms = {
+            name: min(num_tokens, self.model.sequence_limit - max(self.model.sequences[name].lengths)) for name in names
+        }
+        writers = [
+            name for name, room in rooms.items() if room > 0 and len(set(self.model.sequences[name].lengths)) == 1
+        ]
+        if writers and len(writers) == len(names):
+            made = self.cache.reserve_batch([ReserveRequest(name, rooms[name]) for name in writers])
+            self.model.reserve([(name, rooms[name], None, None) for name in writers])
+            self.open |= {reservation.sequence_id: reservation for reservation in made}
+            for reservation in reversed(made):
+                self.cancel_open(reservation.sequence_id)
+
+    def swap(self, ours, theirs, names, *args):
+        """Swap both; return whether they did."""
+        result, expected = self.both(lambda: ours(names, *args), lambda: theirs(names, *args))
+        if result is not None:
+            assert (len(result.pairs), result.num_kept) == expected
+            assert all(len({pair[side] for pair in result.pairs}) == len(result.pairs) for side in (0, 1))
+        return result is not None
+
     @rule()
     def flush(self):
         result = self.cache.flush_prefix_cache()
@@ -167,16 +212,20 @@ class CacheMachine(RuleBasedStateMachine):
 
     def check_tables(self):
         assert set(self.cache.sequence_ids()) == set(self.model.sequences)
-        ids = {}
+        ids, hosts = {}, {}
         for name, sequence in self.model.sequences.items():
             view = self.cache.sequence(name)
             assert view.layer_lengths == tuple(sequence.lengths)
             assert view.num_known_tokens == len(sequence.known)
             assert view.num_cached_tokens == sequence.num_cached
+            assert view.is_swapped == (sequence.host is not None)
+            for host, host_id in zip(sequence.host or (), view.host_table or (), strict=True):
+                assert hosts.setdefault(id(host), host_id) == host_id
             assert len(view.block_table) == len(sequence.table)
             for block, block_id in zip(sequence.table, view.block_table, strict=True):
                 assert ids.setdefault(id(block), block_id) == block_id
         assert len(set(ids.values())) == len(ids), "two blocks of the model have one id"
+        assert len(set(hosts.values())) == len(hosts), "two host blocks of the model have one id"
 
     def check_usage(self):
         usage, held = self.cache.usage(), self.model.held_blocks()
@@ -188,9 +237,15 @@ class CacheMachine(RuleBasedStateMachine):
         )  # fmt: skip
         assert sum(got) == usage.total == self.model.num_blocks
         assert usage.num_tokens == self.model.num_tokens()
+        hosts, swapped = self.model.hosts(), [s for s in self.model.sequences.values() if s.host is not None]
+        num_shared = sum(len(host.holders) > 1 for host in hosts)
+        assert (usage.host_private, usage.host_shared) == (len(hosts) - num_shared, num_shared)
+        assert usage.host_free == self.model.num_host - len(hosts)
+        assert (usage.num_swapped, usage.swapped_tokens) == (len(swapped), sum(s.length for s in swapped))
 
     def check_accounting(self):
-        accounting, sequences = self.cache.accounting(), self.model.sequences.values()
+        accounting = self.cache.accounting()
+        sequences = [s for s in self.model.sequences.values() if s.host is None]
         num_held, num_tokens = len(self.model.held_blocks()), self.model.num_tokens()
         logical, tables = sum(s.length for s in sequences), sum(len(s.table) for s in sequences)
         reserved = sum(s.claimed - s.length for s in sequences)

@@ -11,10 +11,13 @@ from dataclasses import dataclass, field
 from pagedkv.errors import (
     InvalidArgument,
     OutOfBlocks,
+    OutOfHostBlocks,
     PositionMismatch,
     SequenceExists,
     SequenceNotFound,
+    SequenceSwapped,
     SequenceTooLong,
+    SwapUnavailable,
 )
 
 
@@ -23,6 +26,12 @@ class ModelBlock:
     holders: set[str] = field(default_factory=set)
     prefix: tuple | None = None  # (salt, all token ids up to the block's end) once it can be found
     num_holds: int = 0
+    twin: ModelHost | None = None  # holds the same in host memory
+
+
+@dataclass(eq=False)
+class ModelHost:
+    holders: set[str] = field(default_factory=set)
 
 
 @dataclass
@@ -43,6 +52,8 @@ class ModelSequence:
     table: list[ModelBlock]
     num_cached: int = 0
     open: Open | None = None
+    host: list[ModelHost] | None = None  # while swapped out
+    num_published: int = 0  # at the time of the swap
 
     @property
     def length(self):
@@ -54,7 +65,8 @@ class ModelSequence:
 
 
 class CacheModel:
-    def __init__(self, num_blocks, block_size, num_layers, sequence_limit):
+    def __init__(self, num_blocks, block_size, num_layers, sequence_limit, num_host=0):
+        self.num_host = num_host
         self.block_size, self.num_layers, self.sequence_limit = block_size, num_layers, sequence_limit
         self.num_blocks = num_blocks
         self.sequences: dict[str, ModelSequence] = {}
@@ -83,8 +95,7 @@ class CacheModel:
         if sum(num_fresh + copies for _, num_fresh, copies in plans) > self.num_available:
             raise OutOfBlocks(needed=0, free=0, evictable=0, total=0)
         needed = sum(num_fresh + copies for _, num_fresh, copies in plans)
-        for _ in range(max(0, needed - self.num_free)):
-            self.cached.pop(0).prefix = None
+        self._evict(needed)
         for request, plan in zip(requests, plans, strict=True):
             self._reserve(request, plan)
         return [(start, copies) for start, _, copies in plans]
@@ -115,7 +126,7 @@ class CacheModel:
             self._unhold(source)
 
     def fork(self, parent, child):
-        sequence = self._closed(parent)
+        sequence = self._resident(parent)
         self._check_new(child)
         if len(set(sequence.lengths)) > 1:
             raise PositionMismatch("", position=0, expected=0)
@@ -126,7 +137,7 @@ class CacheModel:
         )
 
     def truncate(self, name, num_tokens):
-        sequence = self._closed(name)
+        sequence = self._resident(name)
         if not 0 <= num_tokens <= max(sequence.lengths):
             raise InvalidArgument("", field="")
         if num_tokens == max(sequence.lengths):
@@ -147,17 +158,72 @@ class CacheModel:
             sequence = self.sequences.pop(name)
             for block in reversed(sequence.table):
                 self._leave(block, name)
+            self._drop_host(name, sequence)
             if sequence.open and sequence.open.copy:
                 self._unhold(sequence.open.copy[0])
 
     def flush(self):
         num_dropped = len(self.cached)
         for block in self.cached:
-            block.prefix = None
+            block.prefix = block.twin = None
         self.cached = []
         return num_dropped, sum(block.prefix is not None for block in self.live_blocks())
 
+    def swap_out(self, names):
+        """Return how many blocks are copied and how many had a copy."""
+        sequences = {name: s for name, s in self._all_closed(names).items() if s.host is None}
+        if not self.num_host:
+            raise SwapUnavailable("")
+        blocks = list({id(block): block for s in sequences.values() for block in s.table}.values())
+        fresh = [block for block in blocks if block.twin is None]
+        if len(fresh) > self.num_host - len(self.hosts()):
+            raise OutOfHostBlocks(needed=0, free=0, total=0)
+        for block in fresh:
+            block.twin = ModelHost()
+        for name, sequence in sequences.items():
+            full = min(sequence.length, len(sequence.known)) // self.block_size
+            sequence.num_published = 0
+            while sequence.num_published < full and sequence.table[sequence.num_published].prefix:
+                sequence.num_published += 1
+            sequence.host = [block.twin for block in sequence.table]
+            for host in sequence.host:
+                host.holders.add(name)
+        for name, sequence in sequences.items():
+            for block in reversed(sequence.table):
+                self._leave(block, name)
+            sequence.table = []
+        return len(fresh), len(blocks) - len(fresh)
+
+    def swap_in(self, names, next_tokens):
+        """Return how many blocks are copied and how many were still on the device."""
+        sequences = {name: s for name, s in self._all_closed(names).items() if s.host is not None}
+        places = {name: self._places(sequence) for name, sequence in sequences.items()}
+        together = list({id(place): place for found in places.values() for place in found}.values())
+        fresh = [place for place in together if isinstance(place, ModelHost)]
+        cached = [place for place in together if place in self.cached]
+        needed = len(fresh) + len(cached) + self._num_next(sequences, places, next_tokens)
+        if needed > self.num_available:
+            raise OutOfBlocks(needed=0, free=0, evictable=0, total=0)
+        for name, found in places.items():
+            self.sequences[name].table = [place for place in found if isinstance(place, ModelBlock)]
+            for block in self.sequences[name].table:
+                self._enter(block, name)
+        self._evict(len(fresh))
+        made = {id(host): ModelBlock(twin=host) for host in fresh}
+        for name, sequence in sequences.items():
+            sequence.table = [made.get(id(place), place) for place in places[name]]
+            for block in sequence.table:
+                block.holders.add(name)
+        for name, sequence in sequences.items():
+            self._drop_host(name, sequence)
+            for index in range(min(sequence.length, len(sequence.known)) // self.block_size):
+                self._publish(name, sequence, index)
+        return len(fresh), len(together) - len(fresh)
+
     # figures, all recounted
+
+    def hosts(self):
+        return list({id(h): h for s in self.sequences.values() for h in s.host or ()}.values())
 
     def held_blocks(self):
         return list({id(b): b for s in self.sequences.values() for b in s.table}.values())
@@ -195,6 +261,63 @@ class CacheModel:
             raise InvalidArgument("", field="")
         return self.sequences[name]
 
+    def _resident(self, name):
+        if self._closed(name).host is not None:
+            raise SequenceSwapped(name)
+        return self.sequences[name]
+
+    def _all_closed(self, names):
+        if len(set(names)) < len(names):
+            raise InvalidArgument("", field="")
+        return {name: self._closed(name) for name in names}
+
+    def _places(self, sequence):
+        """Return, for each entry of a swapped table, the block on the device that still holds it, or the host block."""
+        places = list(sequence.host)
+        for index in range(sequence.num_published):
+            prefix = (sequence.salt, tuple(sequence.known[: (index + 1) * self.block_size]))
+            match = [block for block in self._findable() if block.prefix == prefix]
+            if not match:
+                break
+            places[index] = match[0]
+        twins = {id(block.twin): block for block in self._findable() if block.twin}
+        return [twins.get(id(place), place) for place in places]
+
+    def _num_next(self, sequences, places, next_tokens):
+        """Count what one write after another would take: new blocks, and copies of blocks that others hold too."""
+        holders = {}
+        for name, found in places.items():
+            for place in found:
+                holders.setdefault(id(place), set(getattr(place, "holders", ()) if type(place) is ModelBlock else ()))
+                holders[id(place)].add(name)
+        count = 0
+        for name, sequence in sequences.items():
+            written, found = max(sequence.lengths), places[name]
+            room = min(next_tokens, self.sequence_limit - written)
+            if room <= 0:
+                continue
+            count += max(0, -(-(written + room) // self.block_size) - len(found))
+            if sequence.length % self.block_size:
+                tail = found[sequence.length // self.block_size]
+                if len(holders[id(tail)]) > 1 or getattr(tail, "prefix", None):
+                    count += 1
+                    holders[id(tail)].discard(name)
+        return count
+
+    def _drop_host(self, name, sequence):
+        for host in sequence.host or ():
+            host.holders.discard(name)
+        sequence.host = None
+        live = {id(host) for host in self.hosts()}
+        for block in self._findable():
+            if block.twin and id(block.twin) not in live:
+                block.twin = None
+
+    def _evict(self, num_needed):
+        for _ in range(max(0, num_needed - self.num_free)):
+            block = self.cached.pop(0)
+            block.prefix = block.twin = None
+
     def _check_new(self, name):
         if name in self.sequences:
             raise SequenceExists(name)
@@ -212,7 +335,7 @@ class CacheModel:
         return hits
 
     def _plan(self, name, num_tokens, layer, ids, leaving):
-        sequence = self._closed(name)
+        sequence = self._resident(name)
         if layer is None and len(set(sequence.lengths)) > 1:
             raise PositionMismatch("", position=0, expected=0)
         start = sequence.lengths[layer or 0]
@@ -242,6 +365,8 @@ class CacheModel:
             copy[0].num_holds += 1
             sequence.table[start // self.block_size] = copy[1]
             copy[0].holders.discard(name)
+        for block in sequence.table[start // self.block_size :]:
+            block.twin = None  # it is written in place
         sequence.table += [ModelBlock({name}) for _ in range(num_fresh)]
         if ids is not None and start <= num_known:
             sequence.known += ids[num_known - start :]
@@ -272,5 +397,9 @@ class CacheModel:
         self._settle(block)
 
     def _settle(self, block):
-        if not block.holders and not block.num_holds and block.prefix is not None:
+        if block.holders or block.num_holds:
+            return
+        if block.prefix is None:
+            block.twin = None
+        elif block not in self.cached:
             self.cached.append(block)

@@ -7,6 +7,7 @@ from pagedkv.cache.block_hash import PrefixExtras
 from pagedkv.cache.block_pool import CacheObserver, FlushResult
 from pagedkv.cache.manager import CacheManager
 from pagedkv.cache.sequence import Allocation, Reservation, ReserveRequest, SequenceView
+from pagedkv.cache.swap import SwapNeed, SwapPlan
 
 __all__ = [
     "Accounting",
@@ -22,5 +23,7 @@ __all__ = [
     "Reservation",
     "ReserveRequest",
     "SequenceView",
+    "SwapNeed",
+    "SwapPlan",
     "Usage",
 ]

@@ -35,6 +35,7 @@ def audit(pool: BlockPool, ledger: Ledger, sequences: SequenceOf[Sequence], hash
     auditor.check_tables()
     auditor.check_published()
     auditor.check_states()
+    auditor.check_host()
     auditor.check_ledger()
     if auditor.findings:
         auditor.repair()
@@ -47,22 +48,30 @@ class _Auditor:
         self._suspects: set[int] = set()
         self._pool = pool
         self._ledger = ledger
-        self._sequences = sequences
+        self._swapped = [sequence for sequence in sequences if sequence.host_table is not None]
+        self._sequences = [sequence for sequence in sequences if sequence.host_table is None]
         self._hash_block = hash_block
         self._ref_counts: Counter[int] = Counter()
+        self._host_ref_counts: Counter[int] = Counter()
 
     def check_tables(self) -> None:
         """Count the references. A table is cut before an id outside the pool or one that it names already."""
         for sequence in self._sequences:
-            valid: set[int] = set()
-            for index, block in enumerate(sequence.table):
-                if block in valid or not 0 <= block < self._pool.num_blocks:
-                    problem = f"its table is cut at index {index}, which names block {block}"
-                    self.findings.append(f"sequence {sequence.sequence_id!r}: {problem}")
-                    _cut(sequence, index, self._ledger.block_size)
-                    break
-                valid.add(block)
-            self._ref_counts.update(valid)
+            self._ref_counts.update(self._valid_blocks(sequence, sequence.table, self._pool.num_blocks))
+        for sequence in self._swapped:
+            assert sequence.host_table is not None
+            self._host_ref_counts.update(self._valid_blocks(sequence, sequence.host_table, self._pool.host.num_blocks))
+
+    def _valid_blocks(self, sequence: Sequence, table: SequenceOf[int], num_blocks: int) -> set[int]:
+        valid: set[int] = set()
+        for index, block in enumerate(table):
+            if block in valid or not 0 <= block < num_blocks:
+                problem = f"its table is cut at index {index}, which names block {block}"
+                self.findings.append(f"sequence {sequence.sequence_id!r}: {problem}")
+                _cut(sequence, index, self._ledger.block_size)
+                break
+            valid.add(block)
+        return valid
 
     def check_published(self) -> None:
         """Recompute every digest from its parent's, and compare the index and the tables with it."""
@@ -126,6 +135,23 @@ class _Auditor:
             return BlockState.PINNED
         return BlockState.CACHED if block in self._pool.published else BlockState.FREE
 
+    def check_host(self) -> None:
+        """Compare the host blocks' ref counts and lists with the swapped tables, and the twins with both pools."""
+        host, counts = self._pool.host, self._host_ref_counts
+        if host.ref_counts != dict(counts) or host.num_shared != sum(count > 1 for count in counts.values()):
+            self.findings.append(f"host ref counts are {host.ref_counts}, the tables say {dict(counts)}")
+        if sorted([*host.free, *counts]) != list(range(host.num_blocks)):
+            self.findings.append("the free host blocks are not those that no table names")
+        sums = len(self._swapped), sum(sequence.length for sequence in self._swapped)
+        if (host.num_sequences, host.num_tokens) != sums:
+            self.findings.append(f"host sequences and tokens are not {sums}, as the tables say")
+        for block, twin in host.host_of.items():
+            is_kept = self._ref_counts[block] or block in self._pool.cached or block in self._pool.holds
+            if not is_kept or twin not in counts or host.device_of.get(twin) != block:
+                self._doubt(block, f"it is the twin of host block {twin}, but one of them is free")
+        if len(host.device_of) != len(host.host_of):
+            self.findings.append("the twins of device and host blocks differ")
+
     def check_ledger(self) -> None:
         """Compare the sums with a recount."""
         for name, expected in self._ledger.recount(self._sequences).sums().items():
@@ -148,7 +174,9 @@ class _Auditor:
         return views
 
     def _is_listed(self, block: int) -> bool:
-        return block in self._ledger.views or block in self._pool.published or self._ref_counts[block] > 1
+        pool = self._pool
+        is_promised = block in pool.published or block in pool.host.host_of
+        return block in self._ledger.views or is_promised or self._ref_counts[block] > 1
 
     def repair(self) -> None:
         """Quarantine what is in doubt and build lists, ref counts and sums anew from the tables."""
@@ -160,6 +188,9 @@ class _Auditor:
         holds = Counter(source for seq in self._sequences if seq.open for source, _ in seq.open.copies)
         expected = [self._expected_state(block, holds) for block in range(pool.num_blocks)]
         pool.restore(expected, {block: count for block, count in self._ref_counts.items() if count > 1}, dict(holds))
+        pool.host.restore(
+            dict(self._host_ref_counts), len(self._swapped), sum(sequence.length for sequence in self._swapped)
+        )
         for sequence in self._sequences:
             if any(block not in pool.published for block in sequence.table[: sequence.num_published]):
                 sequence.is_hashable = False
@@ -189,7 +220,8 @@ class _Auditor:
 def _cut(sequence: Sequence, num_blocks: int, block_size: int) -> None:
     """Shorten a sequence to its first blocks; an open reservation is void."""
     num_tokens = num_blocks * block_size
-    del sequence.table[num_blocks:]
+    table = sequence.table if sequence.host_table is None else sequence.host_table
+    del table[num_blocks:]
     del sequence.token_ids[num_tokens:]
     lengths = [min(length, num_tokens) for length in sequence.layer_lengths or [sequence.length]]
     sequence.length = min(lengths)

@@ -19,7 +19,10 @@ class BlockState(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Blocks by state, which sum to `total`, and the tokens that live sequences hold, each physical token once."""
+    """Blocks by state, which sum to `total`, and the tokens that live sequences hold, each physical token once.
+
+    Swapped sequences hold host blocks only, whose three states sum to `host_total`.
+    """
 
     free: int
     cached: int
@@ -29,6 +32,12 @@ class Usage:
     in_flight: int
     total: int
     num_tokens: int
+    host_free: int = 0
+    host_private: int = 0  # in one swapped sequence's table
+    host_shared: int = 0  # in several
+    host_total: int = 0
+    num_swapped: int = 0  # sequences
+    swapped_tokens: int = 0  # tokens that they hold, shared ones once a sequence
 
 
 @dataclass(slots=True)
@@ -44,6 +53,8 @@ class CacheStats:
     evicted_blocks: int = 0
     published_blocks: int = 0
     copied_blocks: int = 0  # by copy-on-write
+    swapped_out_blocks: int = 0  # copied to host memory
+    swapped_in_blocks: int = 0  # copied back
     deduplicated_blocks: int = 0
     hash_collisions: int = 0
     failed_allocations: int = 0

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from pagedkv.cache.block import BlockState, CacheStats
+from pagedkv.cache.host_pool import HostPool
 
 _FREE: Final = int(BlockState.FREE)  # plain ints: comparing enum members costs as much as all the rest of a release
 _CACHED: Final = int(BlockState.CACHED)
@@ -67,8 +68,11 @@ class PublishedBlock:
 class BlockPool:
     """State of every block. Callers check that what they ask for is possible; nothing here can fail half-way."""
 
-    def __init__(self, num_blocks: int, stats: CacheStats, observer: CacheObserver | None = None) -> None:
+    def __init__(
+        self, num_blocks: int, stats: CacheStats, observer: CacheObserver | None = None, host: HostPool | None = None
+    ) -> None:
         self.num_blocks = num_blocks
+        self.host = host or HostPool(0)
         self.states = bytearray(num_blocks)  # BlockState of each block
         self.shared: dict[int, int] = {}  # ref count of the blocks held more than once
         self.free = list(range(num_blocks - 1, -1, -1))  # a stack: low ids first, and neighbours stay together
@@ -126,12 +130,15 @@ class BlockPool:
 
     def _evict(self, count: int, now: float) -> list[int]:
         cached, published, index, observer = self.cached, self.published, self.index, self._observer
+        twins = self.host.host_of
         blocks = []
         for _ in range(count):
             block, released_at = cached.popitem(last=False)
             entry = published.pop(block)
             del index[entry.digest]
             blocks.append(block)
+            if twins:
+                self.host.part(block)
             if observer is not None:
                 observer.on_evicted(now - released_at, now - entry.created_at)
         self.stats.evicted_blocks += count
@@ -157,7 +164,7 @@ class BlockPool:
     def release(self, blocks: Sequence[int], now: float) -> int:
         """Drop one reference to each, last first; return how many are held by nobody now."""
         states, shared, published, free, cached = self.states, self.shared, self.published, self.free, self.cached
-        guarded = bool(self.holds or self.quarantined)
+        guarded, twins = bool(self.holds or self.quarantined), self.host.host_of
         num_released = 0
         for block in reversed(blocks):
             state = states[block]
@@ -166,12 +173,16 @@ class BlockPool:
                 if guarded and (block in self.holds or block in self.quarantined):
                     states[block] = _IN_FLIGHT if block in self.holds else _PINNED
                     self._num_idle_held += 1
+                    if block not in self.holds:
+                        self.host.part(block)
                 elif block in published:
                     states[block] = _CACHED
                     cached[block] = now
                 else:
                     states[block] = _FREE
                     free.append(block)
+                    if twins:
+                        self.host.part(block)
             elif state == _SHARED:
                 count = shared[block] - 1
                 if count > 1:
@@ -200,8 +211,8 @@ class BlockPool:
             self.stats.released_blocks -= 1  # its last table counted it
 
     def is_writable(self, block: int) -> bool:
-        """Whether its only holder may write into the block: one table holds it and no hash promises its content."""
-        return self.states[block] == _PRIVATE and block not in self.published
+        """Whether one table holds the block and nothing promises its content: neither a hash nor a twin."""
+        return self.states[block] == _PRIVATE and block not in self.published and block not in self.host.host_of
 
     def find(
         self, digest: bytes, tokens: bytes, content: bytes, parent: PublishedBlock | bytes
@@ -244,6 +255,7 @@ class BlockPool:
         dropped = list(self.cached)
         for block in reversed(dropped):
             self.unpublish(block)
+            self.host.part(block)
             self.states[block] = _FREE
             self.free.append(block)
         self.cached.clear()

@@ -17,16 +17,19 @@ from pagedkv.cache.audit import AuditReport, audit
 from pagedkv.cache.block import CacheStats, Usage
 from pagedkv.cache.block_hash import NO_EXTRAS, BlockHash, PrefixExtras, hash_block, pack_token_ids
 from pagedkv.cache.block_pool import BlockPool, CacheObserver, FlushResult
+from pagedkv.cache.host_pool import HostPool
 from pagedkv.cache.ledger import Ledger
 from pagedkv.cache.prefix_index import PrefixIndex
 from pagedkv.cache.reservations import Reservations, check_layers_equal
 from pagedkv.cache.sequence import Allocation, Reservation, ReserveRequest, Sequence, SequenceView
+from pagedkv.cache.swap import SwapNeed, Swapper, SwapPlan
 from pagedkv.config import CacheConfig, require
 from pagedkv.errors import (
     InvalidArgument,
     OutOfBlocks,
     SequenceExists,
     SequenceNotFound,
+    SequenceSwapped,
     SequenceTooLong,
 )
 
@@ -47,10 +50,18 @@ class CacheManager:
     ) -> None:
         self.config = config
         self.stats = CacheStats()
-        self.pool = BlockPool(config.num_blocks, self.stats, observer)
+        self.host = HostPool(config.num_host_blocks)
+        self.pool = BlockPool(config.num_blocks, self.stats, observer, self.host)
         self.ledger = Ledger(self.pool, config.block_size)
         self._index = PrefixIndex(self.pool, self.ledger, config.block_size, block_hash)
         self._reservations = Reservations(config, self.pool, self.ledger, self._index)
+        self._swapper = Swapper(
+            self.pool,
+            self.ledger,
+            self._index,
+            block_size=config.block_size,
+            sequence_limit=config.sequence_limit,
+        )
         self._sequences: dict[str, Sequence] = {}
         self._root = os.urandom(_ROOT_BYTES) if config.hash_root is None else config.hash_root
         self._block_size = config.block_size
@@ -104,10 +115,10 @@ class CacheManager:
     def fork(self, parent_id: str, child_id: str) -> None:
         """Start a sequence that shares all blocks of another.
 
-        Raises SequenceNotFound, SequenceExists, PositionMismatch while the parent's layers differ in length, and
-        InvalidArgument while the parent has an open reservation.
+        Raises SequenceNotFound, SequenceExists, SequenceSwapped, PositionMismatch while the parent's layers differ in
+        length, and InvalidArgument while the parent has an open reservation.
         """
-        parent = self._closed_sequence("parent_id", parent_id)
+        parent = self._resident_sequence("parent_id", parent_id)
         self._check_new_id("child_id", child_id)
         check_layers_equal(parent)
         child = Sequence(child_id, parent.extras, parent.chain_root, self._clock())
@@ -130,9 +141,10 @@ class CacheManager:
     def truncate(self, sequence_id: str, num_tokens: int) -> None:
         """Give tokens back: every layer keeps at most the first `num_tokens`.
 
-        Raises SequenceNotFound, and InvalidArgument beyond the sequence's length or with an open reservation.
+        Raises SequenceNotFound, SequenceSwapped, and InvalidArgument beyond the sequence's length or with an open
+        reservation.
         """
-        sequence = self._closed_sequence("sequence_id", sequence_id)
+        sequence = self._resident_sequence("sequence_id", sequence_id)
         written = sequence.written
         require(0 <= num_tokens <= written, "num_tokens", f"must be in [0, {written}]", num_tokens, written)
         sequence.touched_at = now = self._clock()
@@ -160,6 +172,35 @@ class CacheManager:
         for sequence in sequences:
             self._free(sequence, now)
 
+    # -- swapping -----------------------------------------------------------------------------------------------
+
+    def swap_out(self, sequence_ids: SequenceOf[str]) -> SwapPlan:
+        """Move these sequences to host memory, all or none; the plan's copies must be the next job.
+
+        What they shared they share in host memory, and each block is copied once. Those swapped out already are left
+        alone. Raises SequenceNotFound, OutOfHostBlocks, SwapUnavailable without a host pool, and InvalidArgument for
+        one named twice or with an open reservation.
+        """
+        sequences = [sequence for sequence in self._closed_sequences(sequence_ids) if sequence.host_table is None]
+        return self._swapper.swap_out(sequences, self._clock())
+
+    def swap_in(self, sequence_ids: SequenceOf[str], next_tokens: int = 1) -> SwapPlan:
+        """Move these sequences back, all or none; the plan's copies must be the next job.
+
+        Blocks that are still on the device, held by a fork or cached, are taken as they are. Succeeds only where the
+        pool can also give what each sequence's `next_tokens` need. Those that are not swapped out are left alone.
+        Raises SequenceNotFound, OutOfBlocks, and InvalidArgument for one named twice.
+        """
+        sequences = [sequence for sequence in self._closed_sequences(sequence_ids) if sequence.host_table is not None]
+        need = self._swapper.need(sequences, next_tokens)
+        self._check_available(need.total)
+        return self._swapper.swap_in(sequences, self._clock())
+
+    def swap_in_need(self, sequence_id: str, next_tokens: int = 1) -> SwapNeed:
+        """Return what swapping a sequence in would take now. Raises SequenceNotFound."""
+        sequence = self._find(sequence_id)
+        return self._swapper.need((sequence,) if sequence.host_table is not None else (), next_tokens)
+
     # -- tokens -------------------------------------------------------------------------------------------------
 
     def reserve(
@@ -177,9 +218,9 @@ class CacheManager:
         """Plan slots for the next tokens of several sequences, all or none.
 
         The slots are in the block tables at once, but nothing counts as written before the commit. Raises
-        SequenceNotFound, SequenceTooLong, OutOfBlocks, PositionMismatch for a request over all layers while their
-        lengths differ, and InvalidArgument for a sequence named twice or with an open reservation, a number or layer
-        out of range, or token ids that contradict known ones.
+        SequenceNotFound, SequenceSwapped, SequenceTooLong, OutOfBlocks, PositionMismatch for a request over all layers
+        while their lengths differ, and InvalidArgument for a sequence named twice or with an open reservation, a number
+        or layer out of range, or token ids that contradict known ones.
         """
         if len({request[0] for request in requests}) != len(requests):
             _check_unique("requests", [request[0] for request in requests])
@@ -221,8 +262,16 @@ class CacheManager:
         return self._find(sequence_id).view(self.config.num_layers)
 
     def block_table(self, sequence_id: str) -> array[int]:
-        """Return a copy of a sequence's block ids as int32, reserved blocks included. Raises SequenceNotFound."""
-        return self._find(sequence_id).table[:]
+        """Return a copy of a sequence's block ids as int32, reserved blocks included.
+
+        Raises SequenceNotFound, SequenceSwapped.
+        """
+        return self._resident(self._find(sequence_id)).table[:]
+
+    def check_resident(self, sequence_ids: SequenceOf[str]) -> None:
+        """Raise SequenceNotFound or SequenceSwapped unless all of these sequences are on the device."""
+        for sequence_id in sequence_ids:
+            self._resident(self._find(sequence_id))
 
     def length(self, sequence_id: str, layer: int | None = None) -> int:
         """Return the tokens committed in `layer`, or in all layers. Raises SequenceNotFound."""
@@ -239,7 +288,7 @@ class CacheManager:
 
     def usage(self) -> Usage:
         """Return the blocks by state."""
-        pool = self.pool
+        pool, host = self.pool, self.host
         return Usage(
             free=len(pool.free),
             cached=len(pool.cached),
@@ -249,6 +298,12 @@ class CacheManager:
             in_flight=pool.num_in_flight,
             total=pool.num_blocks,
             num_tokens=self.ledger.num_tokens,
+            host_free=len(host.free),
+            host_private=len(host.ref_counts) - host.num_shared,
+            host_shared=host.num_shared,
+            host_total=host.num_blocks,
+            num_swapped=host.num_sequences,
+            swapped_tokens=host.num_tokens,
         )
 
     def accounting(self) -> Accounting:
@@ -256,7 +311,7 @@ class CacheManager:
         return account(
             self.pool,
             self.ledger,
-            num_sequences=len(self._sequences),
+            num_sequences=len(self._sequences) - self.host.num_sequences,
             block_size=self._block_size,
             sequence_limit=self._sequence_limit,
         )
@@ -285,6 +340,20 @@ class CacheManager:
             raise InvalidArgument("the sequence has an open reservation", field=field)
         return sequence
 
+    def _closed_sequences(self, sequence_ids: SequenceOf[str]) -> list[Sequence]:
+        _check_unique("sequence_ids", sequence_ids)
+        return [
+            self._closed_sequence(f"sequence_ids[{at}]", sequence_id) for at, sequence_id in enumerate(sequence_ids)
+        ]
+
+    def _resident_sequence(self, field: str, sequence_id: str) -> Sequence:
+        return self._resident(self._closed_sequence(field, sequence_id))
+
+    def _resident(self, sequence: Sequence) -> Sequence:
+        if sequence.host_table is not None:
+            raise SequenceSwapped(sequence.sequence_id)
+        return sequence
+
     def _open_sequence(self, reservation: Reservation) -> Sequence:
         sequence = self._sequences.get(reservation[0])
         if sequence is None or sequence.open is not reservation:
@@ -293,6 +362,9 @@ class CacheManager:
 
     def _free(self, sequence: Sequence, now: float) -> None:
         del self._sequences[sequence.sequence_id]
+        if sequence.host_table is not None:
+            self._swapper.forget(sequence)
+            return
         ledger = self.ledger
         ledger.claimed_tokens -= sequence.claimed
         ledger.logical_tokens -= sequence.length

@@ -23,11 +23,17 @@ class PrefixIndex:
 
     def find(self, root: bytes, token_ids: array[int], extras: PrefixExtras) -> list[PublishedBlock]:
         """Return the leading full blocks that are published, always leaving the last token to be computed."""
+        return self.find_blocks(root, token_ids, extras, (len(token_ids) - 1) // self._block_size)
+
+    def find_blocks(
+        self, root: bytes, token_ids: array[int], extras: PrefixExtras, num_blocks: int
+    ) -> list[PublishedBlock]:
+        """Return those of the first `num_blocks` full blocks that are published, up to the first that is not."""
         packed, width, find = token_ids.tobytes(), self._block_size * _TOKEN_BYTES, self._pool.find
         has_content = bool(extras.block_digests)
         parent: PublishedBlock | bytes = root
         digest, found = root, []
-        for index in range((len(token_ids) - 1) // self._block_size):
+        for index in range(num_blocks):
             tokens = packed[index * width : (index + 1) * width]
             content = extras.content(index) if has_content else b""
             digest = self.hash_block(digest, tokens, content)

@@ -17,7 +17,7 @@ from pagedkv.cache.ledger import Ledger
 from pagedkv.cache.prefix_index import PrefixIndex
 from pagedkv.cache.sequence import Reservation, ReserveRequest, Sequence
 from pagedkv.config import CacheConfig, require
-from pagedkv.errors import InvalidArgument, PositionMismatch, SequenceTooLong
+from pagedkv.errors import InvalidArgument, PositionMismatch, SequenceSwapped, SequenceTooLong
 
 # A checked reserve request: sequence, layer, start, number of tokens, ids that become known, number of blocks to append
 # to the table, whether the block at `start` is copied first. A plain tuple: a named one takes a tenth of a whole step.
@@ -44,6 +44,8 @@ class Reservations:
         _, num_tokens, layer, token_ids = request
         if sequence.open is not None:
             raise InvalidArgument("the sequence has an open reservation", field="sequence_id")
+        if sequence.host_table is not None:
+            raise SequenceSwapped(sequence.sequence_id)
         if layer is None:
             if sequence.layer_lengths is not None:
                 check_layers_equal(sequence)
@@ -81,6 +83,9 @@ class Reservations:
         copies = (self._replace(sequence, start, fresh.pop(), now),) if needs_copy else ()
         reservation = Reservation(sequence.sequence_id, layer, start, num_tokens, copies)
         sequence.num_fresh = num_fresh
+        if self._pool.host.host_of:
+            for block in sequence.table[start // self._block_size :]:
+                self._pool.host.part(block)  # it is written in place
         if num_fresh:
             blocks = fresh[: -num_fresh - 1 : -1]
             del fresh[-num_fresh:]

@@ -43,7 +43,10 @@ class Reservation(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SequenceView:
-    """A sequence at one moment. `num_tokens` are committed in all layers; times are the cache clock's seconds."""
+    """A sequence at one moment. `num_tokens` are committed in all layers; times are the cache clock's seconds.
+
+    `host_table` is None but for a swapped sequence: it lists the host blocks, and `block_table` is empty.
+    """
 
     sequence_id: str
     num_tokens: int
@@ -53,6 +56,12 @@ class SequenceView:
     num_known_tokens: int  # leading tokens whose ids the cache was told
     created_at: float
     touched_at: float
+    host_table: tuple[int, ...] | None = None
+
+    @property
+    def is_swapped(self) -> bool:
+        """Whether the sequence lies in host memory."""
+        return self.host_table is not None
 
 
 class Sequence:
@@ -62,6 +71,7 @@ class Sequence:
         "chain_root",
         "created_at",
         "extras",
+        "host_table",
         "is_hashable",
         "layer_lengths",
         "length",
@@ -83,6 +93,7 @@ class Sequence:
         self.extras = extras
         self.chain_root = chain_root
         self.table: array[int] = array("i")
+        self.host_table: array[int] | None = None  # host blocks while swapped out; the table is empty then
         self.length = 0  # committed in all layers
         self.layer_lengths: list[int] | None = None  # None while all layers have `length`
         self.token_ids: array[int] = array("i")  # of the leading positions; may reach beyond what is written
@@ -122,4 +133,5 @@ class Sequence:
             num_known_tokens=len(self.token_ids),
             created_at=self.created_at,
             touched_at=self.touched_at,
+            host_table=None if self.host_table is None else tuple(self.host_table),
         )
