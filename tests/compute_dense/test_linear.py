@@ -139,3 +139,14 @@ def test_load_weight_unknown_kind_is_refused_with_the_known_ones(make_ops):
 def test_load_weight_wrong_size_is_refused_with_the_sizes(make_ops, shape):
     with pytest.raises(InvalidModelFile, match=r"has 80 bytes, \d+ are needed"):
         make_ops().load_weight(WeightData("Q4_1", shape, np.zeros(80, np.uint8)))
+
+
+def test_linear_many_of_mixed_kinds_equals_each_alone_bit_by_bit(make_ops, isa):
+    ops = make_ops(isa)
+    weights = [ops.load_weight(make_weight(kind, n, 256)[0]) for kind, n in (("Q4_1", 37), ("Q8_0", 64), ("Q6_K", 4))]
+    bias = ops.load_weight(WeightData("F32", (64,), np.arange(64, dtype=np.float32).view(np.uint8)))
+    for num_rows in (0, 1, 5, 30):
+        x = np.random.default_rng(num_rows).standard_normal((num_rows, 256), np.float32)
+        together = ops.linear_many(x, weights, [None, bias, None])
+        for result, weight, added in zip(together, weights, (None, bias, None), strict=True):
+            np.testing.assert_array_equal(result, ops.linear(x, weight, added))

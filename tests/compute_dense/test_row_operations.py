@@ -97,3 +97,14 @@ def test_split_returns_contiguous_parts(make_ops):
     assert [part.shape[1] for part in parts] == [3, 5, 2]
     assert all(part.flags.c_contiguous for part in parts)
     np.testing.assert_array_equal(np.concatenate(parts, axis=1), x)
+
+
+@pytest.mark.parametrize("shape", [(1, 576), (40, 64), (3, 30)])
+def test_add_rms_norm_equals_the_norm_of_the_sum(make_ops, isa, shape):
+    ops, rng = make_ops(isa), np.random.default_rng(0)
+    x, y, weight = rng.standard_normal(shape, np.float32), rng.standard_normal(shape, np.float32), np.ones(shape[-1])
+    norm = ops.load_weight(WeightData("F32", shape[-1:], weight.astype(np.float32).view(np.uint8)))
+    total = x + y
+    result = ops.add_rms_norm(x, y, norm, 1e-5)
+    np.testing.assert_array_equal(x, total)
+    np.testing.assert_array_equal(result, ops.rms_norm(total, norm, 1e-5))

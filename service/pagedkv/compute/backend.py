@@ -8,7 +8,7 @@ Host arrays handed out by `to_host` are valid from that moment.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -176,6 +176,15 @@ class Backend(KvOps, DenseOps, Protocol):
         """Rotate queries and keys as `rope` does, in place, and store keys and values as `write_kv` does.
 
         queries [num_tokens, num_heads, head_dim], keys and values [num_tokens, num_kv_heads, head_dim], float32.
+        """
+
+    def repeat(
+        self, shape: Hashable, inputs: Sequence[npt.NDArray[Any]], body: Callable[[Sequence[npt.NDArray[Any]]], T]
+    ) -> T:
+        """Return body(inputs): operations whose shapes and scalars depend on `shape` and the inputs' shapes alone.
+
+        A backend may record what the first call does and repeat the record, so `body` keeps nothing and reads the
+        arrays it is given. The result is valid until the next call.
         """
 
     def from_host(self, array: npt.NDArray[Any]) -> Tensor:

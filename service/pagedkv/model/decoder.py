@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from pagedkv.compute.backend import AttentionBatch, AttentionParams, Backend, Int32Array, Int64Array, Tensor
 from pagedkv.model.config import ModelConfig
 from pagedkv.model.weights import DecoderWeights, LayerWeights, Projection
+
+_TABLE_STEP: Final = 32  # blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +26,28 @@ class StepInput:
     batch: AttentionBatch
     copies: Sequence[tuple[int, int]]  # block copies (source, destination) to make first
     logit_rows: Int32Array  # [R], rows of the step whose logits are wanted; may be empty
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every sequence has one new token and wants its logits."""
+        num_tokens = len(self.token_ids)
+        every_row = np.arange(num_tokens + 1)
+        return np.array_equal(self.batch.query_starts, every_row) and np.array_equal(self.logit_rows, every_row[:-1])
+
+    def arrays(self) -> list[npt.NDArray[Any]]:
+        """Return a decode step's values; the width of its block tables is rounded up, so that few shapes occur."""
+        tables = self.batch.block_tables
+        missing = -tables.shape[1] % _TABLE_STEP
+        padded = np.pad(tables, ((0, 0), (0, missing))) if missing else tables
+        return [self.token_ids, self.positions, self.slot_mapping, padded, self.batch.context_lens]
+
+    @classmethod
+    def of_arrays(cls, arrays: Sequence[npt.NDArray[Any]]) -> StepInput:
+        """Return the decode step that `arrays` describe."""
+        token_ids, positions, slot_mapping, tables, context_lens = arrays
+        rows = np.arange(len(token_ids) + 1, dtype=np.int32)
+        batch = AttentionBatch(tables, context_lens, rows)
+        return cls(token_ids, positions, slot_mapping, batch, (), rows[:-1])
 
 
 class Decoder:
@@ -36,22 +62,34 @@ class Decoder:
 
     def forward(self, step: StepInput) -> Tensor:
         """Write the step's keys and values into the pool and return logits [R, vocab_size] float32."""
-        ops = self._ops
         if len(step.copies):
-            ops.copy_blocks(step.copies)
+            self._ops.copy_blocks(step.copies)
+        if not step.is_decode:
+            return self._logits(self._hidden(step), len(step.logit_rows))
+        hidden = self._ops.repeat("decode", step.arrays(), lambda arrays: self._hidden(StepInput.of_arrays(arrays)))
+        return self._logits(hidden, len(step.logit_rows))
+
+    def _logits(self, hidden: Tensor, num_rows: int) -> Tensor:
+        if not num_rows:
+            return self._ops.from_host(np.empty((0, self.config.vocab_size), np.float32))
+        return self._ops.linear(hidden, self._weights.head)
+
+    def _hidden(self, step: StepInput) -> Tensor:
+        """Write the step's keys and values; return the normalised last states of the rows asked for, None if none."""
+        ops = self._ops
         x = ops.embedding(self._weights.embedding, step.token_ids)
         normed = ops.rms_norm(x, self._weights.layers[0].attention_norm, self.config.rms_epsilon)
         following = [layer.attention_norm for layer in self._weights.layers[1:]] + [self._weights.norm]
         for layer, (weights, next_norm) in enumerate(zip(self._weights.layers, following, strict=True)):
             attended = self._attend(layer, weights, normed, step)
-            if layer == len(self._weights.layers) - 1:  # from here on only the rows asked for matter
+            if layer == len(self._weights.layers) - 1 and not step.is_decode:  # only the rows asked for matter now
                 if not len(step.logit_rows):
-                    return ops.from_host(np.empty((0, self.config.vocab_size), np.float32))
+                    return None
                 x, attended = ops.take_rows(x, step.logit_rows), ops.take_rows(attended, step.logit_rows)
             attended = self._project(attended, weights.o)
             normed = ops.add_rms_norm(x, attended, weights.mlp_norm, self.config.rms_epsilon)
             normed = ops.add_rms_norm(x, self._mlp(weights, normed), next_norm, self.config.rms_epsilon)
-        return ops.linear(normed, self._weights.head)
+        return normed
 
     def _attend(self, layer: int, weights: LayerWeights, normed: Tensor, step: StepInput) -> Tensor:
         """Write the layer's keys and values; return what its heads read [T, num_heads * head_dim]."""

@@ -23,6 +23,7 @@ from pagedkv.compute.cpu import (
     validation,
 )
 from pagedkv.compute.cpu.attention_plan import AttentionPlan, PlanLimits, make_plan
+from pagedkv.compute.cpu.attention_replay import AttentionReplays
 from pagedkv.compute.cpu.compile_cache import Kernel, compile_kernel
 from pagedkv.compute.cpu.features import Isa
 from pagedkv.compute.cpu.threads import WorkerPool
@@ -83,6 +84,7 @@ class Attention:
         self._lock = threading.Lock()
         self._layer_bytes = layout.layer_stride * layout.shape.dtype.itemsize
         self._fixed_args = self._make_fixed_args()
+        self._replays = AttentionReplays(self._renew_plan)
 
     def run(
         self,
@@ -109,9 +111,10 @@ class Attention:
         plan = self._plan
         if not is_known or plan is None:
             plan = self._plan = make_plan(batch, params.window, self._limits)
-        queries = np.ascontiguousarray(queries)
-        output = np.empty(queries.shape, np.float32)
-        lse = np.empty(queries.shape[:2], np.float32)
+        given, recording = queries, self._workers.recording
+        queries = np.ascontiguousarray(given)
+        empty = _empty if recording is None else recording.take
+        output, lse = empty(queries.shape), empty(queries.shape[:2])
         if len(plan.records):
             counters = plan.counters.copy()
             slopes, sinks = _in_log2(params.alibi_slopes), _in_log2(params.sinks)
@@ -120,8 +123,19 @@ class Attention:
             args[at.COUNTERS // 8] = counters.ctypes.data
             args[at.SLOPES // 8] = 0 if slopes is None else slopes.ctypes.data
             args[at.SINKS // 8] = 0 if sinks is None else sinks.ctypes.data
-            self._workers.run(self._kernel, args)
+            self._workers.run(self._kernel, args, (slopes, sinks))
+            if recording is not None:
+                self._replays.note(recording, batch, params.window, args)
+        if recording is not None and (queries is not given or not len(plan.records)):
+            recording.give_up()
         return AttentionResult(output, lse)
+
+    def _renew_plan(self, batch: AttentionBatch, window: int | None) -> tuple[AttentionPlan, npt.NDArray[np.float32]]:
+        """Return a plan of the batch, which the next calls may share, and the memory of its partial results."""
+        validation.check_batch(self._layout, batch, window)
+        self._plan = plan = make_plan(batch, window, self._limits)
+        self._partials_address(plan.num_parts)
+        return plan, self._partials
 
     def _args(
         self, layer: int, queries: npt.NDArray[Any], params: AttentionParams, plan: AttentionPlan
@@ -132,7 +146,7 @@ class Attention:
         floats = args.view(np.float64)
         floats[at.SCORE_SCALE // 8] = scale / params.soft_cap if params.soft_cap else scale * _LOG2_E
         floats[at.SOFT_CAP // 8] = params.soft_cap * _LOG2_E if params.soft_cap else 0.0
-        args[1] = len(plan.records) * shape.num_kv_heads
+        args[1] = plan.num_items
         args[at.POOL // 8] += layer * self._layer_bytes
         args[at.QUERIES // 8] = queries.ctypes.data
         args[at.QUERY_KIND // 8] = ARRAY_KINDS[queries.dtype]
@@ -175,3 +189,7 @@ class Attention:
 
 def _in_log2(values: npt.NDArray[Any] | None) -> npt.NDArray[np.float32] | None:
     return None if values is None else (np.asarray(values, np.float64) * _LOG2_E).astype(np.float32)
+
+
+def _empty(shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
+    return np.empty(shape, np.float32)

@@ -38,6 +38,7 @@ class AttentionPlan:
     tables: npt.NDArray[np.int32]
     batch: AttentionBatch  # a copy, by which a repeated batch is known
     window: int | None
+    num_items: int  # work items: KV heads of units
 
     def serves(self, batch: AttentionBatch, window: int | None) -> bool:
         """Whether this plan was made from an equal batch."""
@@ -87,7 +88,8 @@ def make_plan(batch: AttentionBatch, window: int | None, limits: PlanLimits) -> 
     records = np.ascontiguousarray(records[np.argsort(-cost, kind="stable")])
     copy = AttentionBatch(tables, batch.context_lens.copy(), batch.query_starts.copy())
     counters = np.repeat(num_parts, limits.num_kv_heads)
-    return AttentionPlan(records, counters, int(num_parts[is_split].sum()), tables, copy, window)
+    num_items = len(records) * limits.num_kv_heads
+    return AttentionPlan(records, counters, int(num_parts[is_split].sum()), tables, copy, window, num_items)
 
 
 def _spread(counts: Words) -> tuple[Words, Words]:

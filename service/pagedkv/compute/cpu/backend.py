@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -12,6 +12,7 @@ from pagedkv.compute.backend import Float32Array, Int32Array, Int64Array, Rotati
 from pagedkv.compute.cpu.dense import CpuDenseOps
 from pagedkv.compute.cpu.features import choose_isa
 from pagedkv.compute.cpu.kv_ops import CpuKvOps
+from pagedkv.compute.cpu.program import Programs
 from pagedkv.compute.cpu.threads import WorkerPool
 from pagedkv.compute.layout import KvLayout
 from pagedkv.compute.queue import DeviceQueue
@@ -42,6 +43,7 @@ class CpuBackend(CpuKvOps, CpuDenseOps):
         workers = WorkerPool(num_threads)
         CpuKvOps.__init__(self, layout, chosen, workers)
         CpuDenseOps.__init__(self, chosen, workers)
+        self._programs = Programs(workers)
         self._on_compile = on_compile
         self._queue = DeviceQueue("pagedkv-cpu")
 
@@ -69,6 +71,13 @@ class CpuBackend(CpuKvOps, CpuDenseOps):
         self.rope(queries, positions, rotation)
         self.rope(keys, positions, rotation)
         self.write_kv(layer, keys, values, slot_mapping)
+
+    def repeat(
+        self, shape: Hashable, inputs: Sequence[npt.NDArray[Any]], body: Callable[[Sequence[npt.NDArray[Any]]], T]
+    ) -> T:
+        """See Backend.repeat."""
+        result: T = self._programs.run(shape, inputs, body)
+        return result
 
     def warm_up(self) -> None:
         """Compile, or load from disk, every kernel that this layout and the weights loaded so far need."""

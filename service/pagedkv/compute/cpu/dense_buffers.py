@@ -22,9 +22,13 @@ _UNUSED: Final = (
 
 
 class BufferPool:
-    """Hands out uninitialised float32 arrays on whole cache lines. Not thread-safe: used in jobs of one queue."""
+    """Hands out uninitialised float32 arrays on whole cache lines. Not thread-safe: used in jobs of one queue.
 
-    def __init__(self) -> None:
+    Up to `kept_bytes` stay with the pool as long as it lives.
+    """
+
+    def __init__(self, kept_bytes: int = _KEPT_BYTES) -> None:
+        self._limit = kept_bytes
         self._buffers: dict[int, list[npt.NDArray[np.uint8]]] = {}
         self._kept_bytes = 0
 
@@ -42,7 +46,7 @@ class BufferPool:
             if sys.getrefcount(buffer) <= _UNUSED:
                 return buffer
         fresh = np.empty(size + CACHE_LINE, np.uint8)
-        if self._kept_bytes + size <= _KEPT_BYTES:
+        if self._kept_bytes + size <= self._limit:
             self._kept_bytes += size
             known.append(fresh)
         return fresh

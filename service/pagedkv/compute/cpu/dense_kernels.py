@@ -178,19 +178,24 @@ def make_embed_kernel(width: int, kind: StorageKind) -> KernelBody:
 SECOND: Final = 24  # the norm's weight, or `up`
 WIDTH: Final = 40  # elements a row, a multiple of the vector width
 EPSILON: Final = 48  # float64
+ADDED: Final = 56  # of a sum and its norm: what x is increased by
 
 
-def make_rms_norm_kernel(width: int) -> KernelBody:
-    """Return the kernel out = x / sqrt(mean(x**2) + epsilon) * weight over rows."""
+def make_rms_norm_kernel(width: int, *, is_sum: bool = False) -> KernelBody:
+    """Return the kernel out = x / sqrt(mean(x**2) + epsilon) * weight over rows; with `is_sum` after x += added."""
 
     def rms_norm(args: int, thread: int) -> None:
         size, weight = load_i64(args + WIDTH), load_i64(args + SECOND)
         item = claim(args)
         while item >= 0:
             x, out = load_i64(args + X) + 4 * size * item, load_i64(args + OUT) + 4 * size * item
+            added = load_i64(args + ADDED) + 4 * size * item
             total = splat(np.float32(0.0), width)
             for lane in range(0, size, width):
                 value = load(x + 4 * lane, width)
+                if is_sum:
+                    value = add(value, load(added + 4 * lane, width))
+                    store(x + 4 * lane, value)
                 total = fma(value, value, total)
             mean = np.float64(hsum(total)) / np.float64(size)
             scale = splat(np.float32(1.0 / np.sqrt(mean + load_f64(args + EPSILON))), width)

@@ -56,8 +56,12 @@ class CpuKvOps:
         validation.check_write(self.layout, layer, keys, values, slot_mapping)
         if not len(keys):
             return
+        given = (keys, values, slot_mapping)
         keys, values = np.ascontiguousarray(keys), np.ascontiguousarray(values)
         slots = np.ascontiguousarray(slot_mapping, dtype=np.int64)
+        recording = self._workers.recording
+        if recording is not None and not (keys is given[0] and values is given[1] and slots is given[2]):
+            recording.give_up()
         args = self._write_args.copy()
         args[1] = -(-len(keys) // write_kernel.ITEM_TOKENS)
         args[write_kernel.POOL // 8] += layer * self._layer_bytes
@@ -66,7 +70,7 @@ class CpuKvOps:
         args[write_kernel.SOURCE_KIND // 8] = ARRAY_KINDS[keys.dtype]
         args[write_kernel.SLOTS // 8] = slots.ctypes.data
         args[write_kernel.NUM_TOKENS // 8] = len(keys)
-        self._workers.run(self._kernel("write"), args)
+        self._workers.run(self._kernel("write"), args, parallel=args[1] > 1)
 
     def _make_write_args(self) -> npt.NDArray[np.int64]:
         """Return the argument words that every write shares."""

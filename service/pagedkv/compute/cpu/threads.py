@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
-from numba import types
+from numba import njit, types
 from numba.extending import intrinsic
 
 from pagedkv.compute.cpu.cgroup import usable_cores
 from pagedkv.compute.cpu.compile_cache import Kernel, compile_kernel
-from pagedkv.compute.cpu.simd import load_i64
+from pagedkv.compute.cpu.simd import load_i64, store_i64
 from pagedkv.compute.cpu.simd_emit import I32, I64, emit_call, emit_pointer
 
 # Byte offsets into the pool's state; words that different threads write lie on different cache lines.
@@ -30,7 +32,13 @@ _SLEEPING: Final = 192  # workers that must be woken by the kernel of the operat
 _STOP: Final = 256
 _FUNCTION: Final = 320
 _ARGS: Final = 328
+_NUM_WORKERS: Final = 336
 _STATE_WORDS: Final = 64
+
+# How a launch runs.
+SERIAL: Final = 0  # on the caller's thread alone
+PARALLEL: Final = 1  # as one region
+TOGETHER: Final = 2  # several kernels as one region, by `_call_each`
 
 _IDLE_SPINS: Final = 2000  # tens of microseconds: regions of one decoder step follow each other more closely
 _END_SPINS: Final = 2000
@@ -169,15 +177,18 @@ def _work(state: Any, thread_index: Any) -> Any:
         fetch_add(state + _ACTIVE, -1)
 
 
-def _run_region(state: Any, num_workers: Any) -> Any:
+@njit(error_model="numpy", nogil=True)
+def _region(state: int, function: int, args: int) -> None:
     """Open a region, take part as thread 0, close it and wait for the workers inside."""
-    mode = _exchange_float_mode(-_FLUSH_DENORMALS)
+    num_workers = load_i64(state + _NUM_WORKERS)
+    store_i64(state + _FUNCTION, function)
+    store_i64(state + _ARGS, args)
     if num_workers > 0:
         _store_ordered(state + _GATE, 1)
         fetch_add(state + _EPOCH, 1)
         if _load_ordered(state + _SLEEPING) > 0:
             _futex(state + _EPOCH, _FUTEX_WAKE, num_workers)
-    _call(load_i64(state + _FUNCTION), load_i64(state + _ARGS), 0)
+    _call(function, args, 0)
     _store_ordered(state + _GATE, 0)
     spins = 0
     while _load_ordered(state + _ACTIVE) != 0:
@@ -186,7 +197,45 @@ def _run_region(state: Any, num_workers: Any) -> Any:
             _pause()
         else:
             _yield_core()
+
+
+def _call_each(args: Any, thread_index: Any) -> Any:
+    """Take part in several kernels one after another: word 1 is their number, then (function, args) of each."""
+    for index in range(load_i64(args + 8)):
+        _call(load_i64(args + 16 + 16 * index), load_i64(args + 24 + 16 * index), thread_index)
+
+
+def _run_launches(state: Any, launches: Any) -> Any:
+    """Run a list of launches one after another: their number, then (function, args, how) of each."""
+    mode = _exchange_float_mode(-_FLUSH_DENORMALS)
+    for index in range(load_i64(launches)):
+        launch = launches + 8 + 24 * index
+        function, args, how = load_i64(launch), load_i64(launch + 8), load_i64(launch + 16)
+        store_i64(args, 0)
+        if how == TOGETHER:
+            for member in range(load_i64(args + 8)):
+                store_i64(load_i64(args + 24 + 16 * member), 0)
+        if how == SERIAL:
+            _call(function, args, 0)
+        else:
+            _region(state, function, args)
     _exchange_float_mode(mode)
+
+
+class Recording(Protocol):
+    """What hears of every launch while it is recorded."""
+
+    def note(self, kernel: Kernel, args: npt.NDArray[np.int64], holds: Sequence[Any], how: int) -> None:
+        """Remember a launch; `holds` are arrays that `args` name and that nobody else keeps."""
+
+    def take(self, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
+        """Return memory that lives as long as the record and that no launch but the record's ones writes."""
+
+    def before_replay(self, refresh: Callable[[], None]) -> None:
+        """Have `refresh` bring what depends on the inputs up to date before each repetition."""
+
+    def give_up(self) -> None:
+        """Say that something was done that launches do not hold: this record cannot be repeated."""
 
 
 class WorkerPool:
@@ -201,8 +250,13 @@ class WorkerPool:
         self._words = np.zeros(_STATE_WORDS + 8, np.int64)
         self._state = -(-self._words.ctypes.data // 64) * 64
         self._header = self._words[(self._state - self._words.ctypes.data) // 8 :]
-        self._lock = threading.Lock()
-        self._run_kernel = compile_kernel(_run_region, "run_region")
+        self._lock = threading.RLock()
+        self._recording: tuple[int, Recording] | None = None  # with the thread whose launches it hears of
+        self._single = np.ones(4, np.int64)
+        self._single_address = address_of(self._single)
+        self._header[_NUM_WORKERS // 8] = self.num_threads - 1
+        self._run_launches = compile_kernel(_run_launches, "run_launches")
+        self._call_each = compile_kernel(_call_each, "call_each")
         work = compile_kernel(_work, "work")
         self._threads = [
             threading.Thread(target=_serve, args=(work, self._words, self._state, index), daemon=True)
@@ -210,19 +264,63 @@ class WorkerPool:
         ]
         for thread in self._threads:
             thread.start()
-        self._finalizer = weakref.finalize(self, _stop, self._header, self._run_kernel, self._state, self._threads)
+        self._finalizer = weakref.finalize(self, _stop, self._header, self._run_launches, self._state, self._threads)
 
-    def run(self, kernel: Kernel, args: npt.NDArray[np.int64]) -> None:
-        """Run a kernel over the items that `args` words 0 (must be 0) and 1 describe; return when all are done."""
+    def run(
+        self, kernel: Kernel, args: npt.NDArray[np.int64], holds: Sequence[Any] = (), *, parallel: bool = True
+    ) -> None:
+        """Run a kernel over the items that `args` word 1 counts; return when all are done.
+
+        `holds` are the arrays that `args` name and that the caller will not keep. A kernel that is not `parallel` runs
+        on the caller's thread alone.
+        """
+        self._launch(kernel, args, holds, PARALLEL if parallel else SERIAL)
+
+    def run_together(self, launches: Sequence[tuple[Kernel, npt.NDArray[np.int64]]], holds: Sequence[Any] = ()) -> None:
+        """Run kernels that do not depend on each other as one region."""
+        words = [0, len(launches)]
+        for kernel, args in launches:
+            words += (kernel.address, address_of(args))
+        self._launch(self._call_each, np.array(words, np.int64), [*holds, *(args for _, args in launches)], TOGETHER)
+
+    def _launch(self, kernel: Kernel, args: npt.NDArray[np.int64], holds: Sequence[Any], how: int) -> None:
         with self._lock:
-            self._header[_FUNCTION // 8] = kernel.address
-            self._header[_ARGS // 8] = args.__array_interface__["data"][0]
-            self._run_kernel.call(self._state, len(self._threads))
+            if self._recording is not None:
+                self._recording[1].note(kernel, args, holds, how)
+            words = self._single
+            words[1], words[2], words[3] = kernel.address, address_of(args), how
+            self._run_launches.call(self._state, self._single_address)
+
+    def run_all(self, launches: npt.NDArray[np.int64]) -> None:
+        """Run launches in their order, in one call: their number, then (function, args, how) of each."""
+        with self._lock:
+            self._run_launches.call(self._state, address_of(launches))
+
+    @property
+    def recording(self) -> Recording | None:
+        """What hears of the calling thread's launches now, if anything does."""
+        recording = self._recording
+        return recording[1] if recording is not None and recording[0] == threading.get_ident() else None
+
+    @contextmanager
+    def record(self, recording: Recording) -> Iterator[None]:
+        """Let `recording` hear of every launch; other threads wait meanwhile."""
+        with self._lock:
+            self._recording = threading.get_ident(), recording
+            try:
+                yield
+            finally:
+                self._recording = None
 
     def close(self) -> None:
         """End the threads; idempotent."""
         with self._lock:
             self._finalizer()
+
+
+def address_of(array: npt.NDArray[Any]) -> int:
+    """Return where an array's first element lies; the array must outlive the use of it."""
+    return int(array.__array_interface__["data"][0])
 
 
 def _serve(work: Kernel, words: npt.NDArray[np.int64], state: int, index: int) -> None:
@@ -233,9 +331,10 @@ def _nothing(args: Any, thread_index: Any) -> Any:
     pass
 
 
-def _stop(header: npt.NDArray[np.int64], run_kernel: Kernel, state: int, threads: list[threading.Thread]) -> None:
+def _stop(header: npt.NDArray[np.int64], run_launches: Kernel, state: int, threads: list[threading.Thread]) -> None:
     header[_STOP // 8] = 1
-    header[_FUNCTION // 8] = compile_kernel(_nothing, "nothing").address
-    run_kernel.call(state, len(threads))
+    args = np.zeros(2, np.int64)
+    launches = np.array([1, compile_kernel(_nothing, "nothing").address, address_of(args), 1], np.int64)
+    run_launches.call(state, address_of(launches))
     for thread in threads:
         thread.join()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -63,6 +63,12 @@ class CudaBackend(CudaDenseOps):
             return job()
 
         return self.device.queue.submit(run)
+
+    def repeat(
+        self, shape: Hashable, inputs: Sequence[npt.NDArray[Any]], body: Callable[[Sequence[npt.NDArray[Any]]], T]
+    ) -> T:
+        """See `Backend.repeat`."""
+        return body(inputs)
 
     def from_host(self, array: npt.NDArray[Any]) -> DeviceArray:
         """See `Backend.from_host`."""
