@@ -26,13 +26,14 @@ class NumpyBackend:
 
     name = "cpu"
 
-    def __init__(self, layout: KvLayout, dtype: type = np.float32) -> None:
-        self.layout = layout
+    def __init__(self, layout: KvLayout, dtype: type = np.float32, num_host_blocks: int = 0) -> None:
+        self.layout, self.num_host_blocks = layout, num_host_blocks
         self.num_weights_loaded = 0
         self._dtype = dtype
         shape = layout.shape
         axes = (layout.num_blocks, shape.num_layers, 2, shape.num_kv_heads, layout.block_size, shape.head_dim)
         self.pool = np.full(axes, np.nan, dtype)
+        self.host_pool = np.full((num_host_blocks, *axes[1:]), np.nan, dtype)
 
     def submit(self, job: Callable[[], Any]) -> Future[Any]:
         future: Future[Any] = Future()
@@ -150,6 +151,14 @@ class NumpyBackend:
         lse = np.logaddexp.reduce(lses, axis=0)
         weights = np.exp(lses - lse)[..., None]
         return AttentionResult((weights * outputs).sum(0), lse)
+
+    def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
+        for device, host in pairs:
+            self.host_pool[host] = self.pool[device]
+
+    def swap_in(self, pairs: Sequence[tuple[int, int]]) -> None:
+        for device, host in pairs:
+            self.pool[device] = self.host_pool[host]
 
     def read_block(self, block_id: int) -> np.ndarray:
         return self.pool[block_id].copy().view(np.uint8).reshape(-1)

@@ -97,6 +97,10 @@ class KvOps(Protocol):
 
     layout: KvLayout
 
+    @property
+    def num_host_blocks(self) -> int:
+        """Blocks of the host pool, which has the same layout; 0 if there is none."""
+
     def write_kv(self, layer: int, keys: Tensor, values: Tensor, slot_mapping: Int64Array) -> None:
         """Store K and V [num_tokens, num_kv_heads, head_dim] (float32, float16, bfloat16) at their slots; -1 skips."""
 
@@ -105,6 +109,16 @@ class KvOps(Protocol):
 
     def attend(self, layer: int, queries: Tensor, batch: AttentionBatch, params: AttentionParams) -> AttentionResult:
         """Attend queries [num_queries, num_heads, head_dim] to the batch's sequences in `layer`."""
+
+    def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks to the host pool: (device block, host block) each, every block named once.
+
+        Comes after all earlier work on these blocks and before all later, so a device block may have another owner
+        as soon as this is queued.
+        """
+
+    def swap_in(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks from the host pool: (device block, host block) each, ordered as `swap_out`."""
 
     def merge_states(self, outputs: Tensor, lses: Tensor) -> AttentionResult:
         """Merge partial results [num_parts, num_queries, num_heads(, head_dim)]; an empty part has lse -inf."""

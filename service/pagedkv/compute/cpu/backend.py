@@ -26,6 +26,7 @@ class CpuBackend(CpuKvOps, CpuDenseOps):
 
     `num_threads` None means the cores this process may use (affinity and control groups respected). `isa` forces
     "avx512", "avx2" or "portable". `on_compile(done, total, name)` hears about every kernel that `warm_up` prepares.
+    `num_host_blocks` are there to swap to.
     """
 
     name = "cpu"
@@ -37,11 +38,12 @@ class CpuBackend(CpuKvOps, CpuDenseOps):
         num_threads: int | None = None,
         on_compile: Callable[[int, int, str], None] | None = None,
         isa: str | None = None,
+        num_host_blocks: int = 0,
     ) -> None:
         require(num_threads is None or num_threads >= 1, "num_threads", "must be at least 1", num_threads, 1)
         chosen = choose_isa(isa)
         workers = WorkerPool(num_threads)
-        CpuKvOps.__init__(self, layout, chosen, workers)
+        CpuKvOps.__init__(self, layout, chosen, workers, num_host_blocks)
         CpuDenseOps.__init__(self, chosen, workers)
         self._programs = Programs(workers)
         self._on_compile = on_compile

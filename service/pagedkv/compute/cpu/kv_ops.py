@@ -14,9 +14,10 @@ from pagedkv.compute.cpu import attention_steps, merge_kernel, threads, validati
 from pagedkv.compute.cpu.attention import ARRAY_KINDS, POOL_KINDS, Attention, compile_attention
 from pagedkv.compute.cpu.compile_cache import Kernel, compile_kernel
 from pagedkv.compute.cpu.features import Isa
-from pagedkv.compute.cpu.pool import allocate_pool
+from pagedkv.compute.cpu.pool import allocate_host_pool, allocate_pool
 from pagedkv.compute.cpu.threads import WorkerPool
 from pagedkv.compute.layout import KvLayout
+from pagedkv.compute.swap import check_pairs, join_pairs
 
 _SOURCES: Final = (str(threads.__file__), str(attention_steps.__file__))
 
@@ -24,10 +25,11 @@ _SOURCES: Final = (str(threads.__file__), str(attention_steps.__file__))
 class CpuKvOps:
     """`KvOps` over a pool in host memory; called from the device queue's thread."""
 
-    def __init__(self, layout: KvLayout, isa: Isa, workers: WorkerPool) -> None:
-        self.layout = layout
+    def __init__(self, layout: KvLayout, isa: Isa, workers: WorkerPool, num_host_blocks: int = 0) -> None:
+        self.layout, self.num_host_blocks = layout, num_host_blocks
         self._isa, self._workers = isa, workers
-        self._pool = allocate_pool(layout)
+        self._pool = allocate_pool(layout, num_host_blocks)
+        self._host_blocks = allocate_host_pool(layout, num_host_blocks)
         self._blocks = self._pool.reshape(layout.num_blocks, layout.block_bytes)
         self._kernels: dict[str, Kernel] = {}
         self._attention: Attention | None = None
@@ -95,6 +97,18 @@ class CpuKvOps:
         held = {source: self._blocks[source].copy() for source, _ in copies if source in destinations}
         for source, destination in copies:
             self._blocks[destination] = held.get(source, self._blocks[source])
+
+    def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """See `KvOps.swap_out`."""
+        check_pairs(self.layout, self.num_host_blocks, pairs)
+        for device, host, length in join_pairs(pairs):
+            self._host_blocks[host : host + length] = self._blocks[device : device + length]
+
+    def swap_in(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """See `KvOps.swap_in`."""
+        check_pairs(self.layout, self.num_host_blocks, pairs)
+        for device, host, length in join_pairs(pairs):
+            self._blocks[device : device + length] = self._host_blocks[host : host + length]
 
     def attend(self, layer: int, queries: Any, batch: AttentionBatch, params: AttentionParams) -> AttentionResult:
         """See `KvOps.attend`."""

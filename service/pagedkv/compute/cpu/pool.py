@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import mmap
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,13 +20,24 @@ _HUGE_PAGE_SWITCH = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _log = logging.getLogger(__name__)
 
 
-def allocate_pool(layout: KvLayout) -> npt.NDArray[np.uint8]:
+def allocate_pool(layout: KvLayout, num_host_blocks: int = 0) -> npt.NDArray[np.uint8]:
     """Return the pool's bytes [layout.pool_bytes], aligned to 2 MB and not touched yet.
 
     Raises:
-        InvalidArgument: the pool is larger than the memory that this process may still take.
+        InvalidArgument: it is, with a host pool beside it, larger than the memory that this process may still take.
     """
-    check_memory(layout.pool_bytes)
+    check_memory(layout.pool_bytes + num_host_blocks * layout.block_bytes)
+    return _map_pool(layout)
+
+
+def allocate_host_pool(layout: KvLayout, num_blocks: int) -> npt.NDArray[np.uint8]:
+    """Return the blocks to swap to [num_blocks, layout.block_bytes], not touched yet; `allocate_pool` has checked."""
+    if not num_blocks:
+        return np.empty((0, layout.block_bytes), np.uint8)
+    return _map_pool(replace(layout, num_blocks=num_blocks)).reshape(num_blocks, layout.block_bytes)
+
+
+def _map_pool(layout: KvLayout) -> npt.NDArray[np.uint8]:
     size = -(-layout.pool_bytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
     region = mmap.mmap(-1, size + _HUGE_PAGE_BYTES, flags=flags)

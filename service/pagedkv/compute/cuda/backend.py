@@ -13,6 +13,7 @@ from pagedkv.compute.cuda.array import DeviceArray
 from pagedkv.compute.cuda.compiler import Compiler
 from pagedkv.compute.cuda.dense_ops import CudaDenseOps
 from pagedkv.compute.cuda.device import Device
+from pagedkv.compute.cuda.host_pool import HostPool
 from pagedkv.compute.cuda.kernels import all_variants
 from pagedkv.compute.layout import KvLayout
 from pagedkv.dtypes import DType
@@ -26,8 +27,8 @@ class CudaBackend(CudaDenseOps):
 
     `driver_module` and `cublas` stand in for `cuda.bindings.driver` and `nvmath.bindings.cublas`; `emit_ptx` is for
     drivers that take no CUBIN. `weight_dtype` is what quantised weights become; `on_compile(done, total, name)` hears
-    of every kernel that `warm_up` compiles. Raises DeviceError where there is no
-    device, no compiler or not enough memory, UnsupportedModel for a storage type without kernels.
+    of every kernel that `warm_up` compiles. `num_host_blocks` are there to swap to. Raises DeviceError where there is
+    no device, no compiler or not enough memory, UnsupportedModel for a storage type without kernels.
     """
 
     name = "cuda"
@@ -45,10 +46,12 @@ class CudaBackend(CudaDenseOps):
         tensor_cores: bool | None = None,
         weight_dtype: DType = DType.FLOAT16,
         on_compile: Callable[[int, int, str], None] = lambda done, total, name: None,
+        num_host_blocks: int = 0,
     ) -> None:
         device = Device(driver_module, ordinal=ordinal, compiler=compiler, emit_ptx=emit_ptx)
         try:
             super().__init__(device, layout, min_partition=min_partition, tensor_cores=tensor_cores)
+            self.host_pool = HostPool(device, self.pool, num_host_blocks)
             self.open_cublas(cublas, weight_dtype)
         except BaseException:
             device.close()
@@ -69,6 +72,19 @@ class CudaBackend(CudaDenseOps):
     ) -> T:
         """See `Backend.repeat`."""
         return body(inputs)
+
+    @property
+    def num_host_blocks(self) -> int:
+        """See `KvOps.num_host_blocks`."""
+        return self.host_pool.num_blocks
+
+    def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """See `KvOps.swap_out`."""
+        self.host_pool.copy_out(pairs)
+
+    def swap_in(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """See `KvOps.swap_in`."""
+        self.host_pool.copy_in(pairs)
 
     def from_host(self, array: npt.NDArray[Any]) -> DeviceArray:
         """See `Backend.from_host`."""
@@ -110,4 +126,5 @@ class CudaBackend(CudaDenseOps):
             self.device.context.bind()
             self.close_cublas()
             self.pool.release()
+            self.host_pool.release()
         self.device.close()
