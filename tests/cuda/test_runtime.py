@@ -6,21 +6,23 @@ import gc
 import os
 import re
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from helpers.attention_cases import make_layout
-from helpers.cuda import make_virtual_backend
+from helpers.cuda import SMALL, make_virtual_backend
 from pagedkv.compute.cuda.compiler import Compiler, Target, choose_target, source_directory
-from pagedkv.compute.cuda.doctor import examine_cuda
+from pagedkv.compute.cuda.doctor import Verdict, examine_cuda
 from pagedkv.compute.cuda.driver import Driver, probe, unwrap
 from pagedkv.compute.cuda.kernels import Variant, all_variants, plain_variant
 from pagedkv.config import KvShape
 from pagedkv.dtypes import DType
 from pagedkv.errors import DeviceError
 from virtual_gpu import VirtualDriver
+from virtual_gpu.cublas import VirtualCublas
 
 SUPPORTED = [75, 80, 86, 87, 88, 89, 90, 100, 103, 110, 120, 121]
 
@@ -171,7 +173,52 @@ def test_rt01_first_use_from_any_thread_binds_the_context():
     driver.assert_clean()
 
 
-def test_doctor_reports_every_part_and_raises_nothing():
-    subjects = [finding.subject for finding in examine_cuda()]
-    assert subjects[0] == "cuda driver"
-    assert {"nvrtc", "cuda kernels", "cublas"} <= set(subjects)
+def verdicts(findings):
+    return {finding.subject: finding.verdict for finding in findings}
+
+
+@pytest.mark.skipif(os.path.exists("/dev/nvidiactl"), reason="this machine has a GPU driver")
+def test_doctor_without_a_driver_compiles_every_kernel_and_finds_nothing_failed():
+    findings = examine_cuda()
+    found = verdicts(findings)
+    assert found["cuda driver"] is Verdict.MISSING
+    assert [found[subject] for subject in ("nvrtc", "cuda sources", "cuda kernels")] == [Verdict.OK] * 3
+    text = next(finding.text for finding in findings if finding.subject == "cuda kernels")
+    assert int(re.match(r"(\d+) variants for sm_90 in", text).group(1)) > 50
+    assert Verdict.FAILED not in found.values()
+
+
+def test_doctor_with_a_device_moves_a_block_on_it():
+    driver = VirtualDriver(SMALL)
+    findings = examine_cuda(driver_module=driver, cublas=VirtualCublas(driver), emit_ptx=True)
+    assert set(verdicts(findings).values()) == {Verdict.OK}
+    assert "Virtual GPU (sm_80) (sm_80, 108 SMs" in findings[0].text
+    assert findings[-1].text == "a block written, copied, read back in float32, float16, bfloat16"
+    driver.assert_clean()
+
+
+def test_doctor_with_a_device_that_lacks_its_driver_version_or_cublas_finds_that_failed():
+    old = VirtualDriver(replace(SMALL, driver_version=12_040))
+    found = verdicts(examine_cuda(driver_module=old, emit_ptx=True))
+    assert [found[subject] for subject in ("nvrtc", "cublas", "cuda device")] == [Verdict.FAILED] * 3
+
+
+def test_doctor_names_each_kernel_that_does_not_compile(monkeypatch, tmp_path):
+    def compile_all_but_one(self, variant, target):
+        if variant.name == "rope":
+            raise DeviceError("rope.cu does not compile with -x: the log")
+
+    monkeypatch.setattr(Compiler, "compile", compile_all_but_one)
+    (kernels,) = [finding for finding in examine_cuda() if finding.subject == "cuda kernels"]
+    assert kernels.verdict is Verdict.FAILED
+    assert re.match(r"1 of \d+ variants do not compile for sm_90:\nrope: rope.cu does not", kernels.text)
+
+
+def test_doctor_without_nvrtc_goes_on_to_the_rest(monkeypatch):
+    def no_compiler(self, **options):
+        raise DeviceError("NVRTC is not there")
+
+    monkeypatch.setattr(Compiler, "__init__", no_compiler)
+    assert verdicts(examine_cuda())["nvrtc"] is Verdict.MISSING
+    driver = VirtualDriver(SMALL)
+    assert verdicts(examine_cuda(driver_module=driver))["nvrtc"] is Verdict.FAILED

@@ -34,6 +34,16 @@ def test_demo_ends_with_a_right_streamed_answer_and_a_summary():
     assert int(re.search(r"(\d+) prefix tokens of the follow-up hit", done.stdout.replace("\n", " ")).group(1)) > 0
 
 
+def test_doctor_ends_well_and_says_how_to_get_what_is_missing():
+    done = run("doctor")
+    lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert any(re.match(r"ok cuda kernels \d+ variants for sm_\d+ in [\d.]+ s", line) for line in lines), done.stdout
+    assert lines[-1] in ("pagedkv serve takes the CPU", "pagedkv serve takes the GPU")
+    if any(line.startswith("-- cublas") for line in lines):
+        assert "install pagedkv[cuda]" in done.stdout
+
+
 def test_generate_streams_from_a_running_service(smollm2_service):
     done = run("generate", "The capital of France is", "--target", smollm2_service.address, "--max-tokens", "2")
     assert done.stdout == " Paris.\n", done.stderr

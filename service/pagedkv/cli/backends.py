@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from rich.markup import escape
+
 from pagedkv.cli.options import ServeOptions, parse_memory
 from pagedkv.compute.cpu.backend import CpuBackend
 from pagedkv.compute.cpu.pool import available_memory
@@ -39,7 +41,7 @@ def open_cpu(options: ServeOptions, shape: KvShape, on_compile: OnProgress, say:
     """Open the CPU backend; a share of --memory is one of what this process may still take."""
     layout = size_pool(options, shape, available_memory() or 0)
     backend = CpuBackend(layout, num_threads=options.threads, on_compile=on_compile)
-    say(f"[bold]backend[/]  cpu, {backend.isa}, {backend.num_threads} threads ({reason})")
+    say(f"[bold]backend[/]  cpu, {backend.isa}, {backend.num_threads} threads ({escape(reason)})")
     say(_describe_pool(layout))
     return backend
 
@@ -53,7 +55,7 @@ def open_cuda(options: ServeOptions, shape: KvShape, on_compile: OnProgress, say
     check_cuda(needs_cublas=options.model is not None, **libraries)
     backend = open_cuda_backend(lambda free: size_pool(options, shape, free), on_compile=on_compile, **stand_ins)
     info, reason = backend.device.context.info, "as asked" if options.backend == "cuda" else "it is there"
-    say(f"[bold]backend[/]  cuda, {info.name}, sm_{info.capability[0]}{info.capability[1]} ({reason})")
+    say(f"[bold]backend[/]  cuda, {escape(info.name)}, sm_{info.capability[0]}{info.capability[1]} ({reason})")
     say(f"{_describe_pool(backend.layout)}; {backend.pool.free_bytes_left / _GIB:.2f} GiB of the device are left")
     return backend
 

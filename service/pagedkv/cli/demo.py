@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 
 from rich.console import Console
+from rich.markup import escape
 
 from pagedkv.cli.assemble import Service, build_service
 from pagedkv.cli.options import ServeOptions
@@ -61,7 +62,7 @@ async def _talk(service: Service, console: Console, question: str) -> None:
 
 
 async def _ask(client: AsyncClient, messages: list[dict[str, str]], console: Console) -> _Answer:
-    console.print(f"[bold cyan]>[/] {messages[-1]['content']}")
+    console.print(f"[bold cyan]>[/] {escape(messages[-1]['content'])}")
     answer = _Answer("", 0, 0, 0.0, 0.0)
     started = time.perf_counter()
     async for chunk in client.generate(messages=messages, max_tokens=_MAX_TOKENS, temperature=0.0):

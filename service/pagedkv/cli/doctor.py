@@ -4,46 +4,67 @@ from __future__ import annotations
 
 import os
 import platform
+import time
 from importlib.metadata import PackageNotFoundError, version
 
 import numpy as np
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from pagedkv.cli.progress import CompileProgress
 from pagedkv.compute.cpu.backend import CpuBackend
-from pagedkv.compute.cuda.doctor import examine_cuda
+from pagedkv.compute.cuda.doctor import Finding, OnProgress, Verdict, examine_cuda
+from pagedkv.compute.cuda.select import check_cuda
 from pagedkv.compute.layout import KvLayout
 from pagedkv.config import KvShape
 from pagedkv.dtypes import DType
+from pagedkv.errors import DeviceError
 
 _PACKAGES = ("numpy", "numba", "llvmlite", "grpcio", "protobuf", "cuda-bindings", "nvidia-cuda-nvrtc", "nvmath-python")
+_COLOURS = {Verdict.OK: "green", Verdict.MISSING: "yellow", Verdict.FAILED: "bold red"}
+_DTYPES = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
 
 
 def run_doctor() -> int:
-    """Print the report; return 0 if the backend works."""
-    console = Console()
-    table = Table(title="pagedkv doctor", show_header=False, title_justify="left")
-    for name, value in _machine():
-        table.add_row(name, value)
-    console.print(table)
-    problem = _examine_cpu(console)
-    if problem:
-        console.print(f"[red]failed[/] cpu backend: {problem}", highlight=False)
-        return 1
-    console.print("[green]ok[/] cpu backend: kernels compiled; a block written, copied, read back in each storage type")
-    for finding in examine_cuda():
-        mark = "[green]ok[/]" if finding.ok else "[yellow]--[/]"
-        console.print(f"{mark} {finding.subject}: {finding.text}", highlight=False)
-    return 0
+    """Print the report; return 1 if the CPU backend or anything that a GPU of this machine needs has failed."""
+    console = Console(highlight=False)
+    with CompileProgress(console) as progress:
+        findings = [*_machine(), _examine_cpu(progress.update), *examine_cuda(progress.update)]
+    console.print("[bold]pagedkv doctor[/]")
+    console.print(_to_table(findings))
+    console.print(f"[bold]pagedkv serve[/] takes the {_choice()}")
+    return int(any(finding.verdict is Verdict.FAILED for finding in findings))
 
 
-def _machine() -> list[tuple[str, str]]:
-    rows = [
-        ("machine", f"{platform.system()} {platform.machine()}, {len(os.sched_getaffinity(0))} cores for this process"),
-        ("python", platform.python_version()),
+def _to_table(findings: list[Finding]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for finding in findings:
+        mark = f"[{_COLOURS[finding.verdict]}]{finding.verdict}[/]"
+        table.add_row(mark, finding.subject, escape(finding.text))
+    return table
+
+
+def _choice() -> str:
+    """Say which backend "auto" means for a model here."""
+    try:
+        check_cuda(needs_cublas=True)
+    except DeviceError:
+        return "CPU"
+    return "GPU"
+
+
+def _machine() -> list[Finding]:
+    machine = f"{platform.system()} {platform.machine()}, {len(os.sched_getaffinity(0))} cores for this process"
+    packages = ", ".join(f"{name} {_version(name)}" for name in _PACKAGES)
+    return [
+        Finding("machine", Verdict.OK, machine),
+        Finding("python", Verdict.OK, platform.python_version()),
+        Finding("packages", Verdict.OK, packages),
     ]
-    return rows + [(name, _version(name)) for name in _PACKAGES]
 
 
 def _version(name: str) -> str:
@@ -53,18 +74,24 @@ def _version(name: str) -> str:
         return "not installed"
 
 
-def _examine_cpu(console: Console) -> str:
-    """Compile the CPU kernels for each storage type; write, copy and read one block. Return what is wrong."""
-    for dtype in (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16):
-        with CompileProgress(console) as progress:
-            layout = KvLayout(KvShape(1, 8, 2, 64, dtype), num_blocks=2, block_size=16)
-            backend = CpuBackend(layout, on_compile=progress.update)
+def _examine_cpu(on_compile: OnProgress) -> Finding:
+    """Compile the CPU kernels for each storage type; write, copy and read one block."""
+    started = time.perf_counter()
+    for dtype in _DTYPES:
+        layout = KvLayout(KvShape(1, 8, 2, 64, dtype), num_blocks=2, block_size=16)
+        backend = CpuBackend(layout, on_compile=on_compile)
+        try:
             backend.warm_up()
-        same = _copy_one_block(backend)
-        backend.close()
+            same = _copy_one_block(backend)
+        finally:
+            backend.close()
         if not same:
-            return f"a copied {dtype} block differs from its source"
-    return ""
+            return Finding("cpu backend", Verdict.FAILED, f"a copied {dtype} block differs from its source")
+    text = (
+        f"{backend.isa}, {backend.num_threads} threads; kernels ready in {time.perf_counter() - started:.1f} s; "
+        f"a block written, copied, read back in {', '.join(_DTYPES)}"
+    )
+    return Finding("cpu backend", Verdict.OK, text)
 
 
 def _copy_one_block(backend: CpuBackend) -> bool:

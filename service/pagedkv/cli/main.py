@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from pagedkv.cli.options import ServeOptions, load_config_file
 from pagedkv.config import KvShape
@@ -170,7 +171,8 @@ def main() -> None:
     try:
         app()
     except PagedKvError as error:
-        Console(stderr=True).print(f"[bold red]error[/] [dim]{error.reason}[/] {error.message}", highlight=False)
+        line = f"[bold red]error[/] [dim]{error.reason}[/] {escape(error.message)}"
+        Console(stderr=True).print(line, highlight=False)
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
