@@ -26,6 +26,8 @@ EXAMPLES = [
     errors.PositionMismatch("a gap", position=9, expected=-1),
     errors.SequenceSwapped("a"),
     errors.OutOfBlocks(needed=3, free=2, evictable=1, total=4),
+    errors.OutOfHostBlocks(needed=3, free=2, total=4),
+    errors.SwapUnavailable("there is no host pool"),
     errors.QuotaExceeded("too many", limit=3),
     errors.Draining("the server is shutting down"),
     errors.Unauthenticated("who are you"),

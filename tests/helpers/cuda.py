@@ -26,12 +26,12 @@ def make_virtual_backend(
 
 
 @contextmanager
-def virtual_backends(**options: Any) -> Iterator[Callable[[KvLayout], CudaBackend]]:
+def virtual_backends(**options: Any) -> Iterator[Callable[..., CudaBackend]]:
     """Yield a factory of backends; at the end none of their devices may have seen a fault or a leak."""
     drivers: list[VirtualDriver] = []
 
-    def make(layout: KvLayout) -> CudaBackend:
-        backend, driver = make_virtual_backend(layout, **options)
+    def make(layout: KvLayout, **more: Any) -> CudaBackend:
+        backend, driver = make_virtual_backend(layout, **options, **more)
         drivers.append(driver)
         return backend
 

@@ -17,7 +17,7 @@ from pagedkv.config import CacheConfig, KvShape
 from pagedkv.rpc.server import Server, ServerConfig
 
 SHAPE = KvShape(num_layers=2, num_heads=4, num_kv_heads=2, head_dim=64)
-BackendFactory = Callable[[KvLayout], Backend]
+BackendFactory = Callable[..., Backend]
 
 
 class DefaultBackend:
@@ -48,11 +48,21 @@ async def serving(
     block_size: int = 16,
     make_engine: Callable[[Backend, CacheManager], Any] | None = None,
     max_sequence_tokens: int | None = None,
+    num_host_blocks: int = 0,
     **config: Any,
 ) -> AsyncIterator[Serving]:
     """Serve on this event loop until the block ends."""
-    backend = (make_backend or DefaultBackend.make)(KvLayout(shape, num_blocks, block_size))
-    cache = CacheManager(CacheConfig(num_blocks, block_size, shape.num_layers, max_sequence_tokens=max_sequence_tokens))
+    host: dict[str, Any] = {"num_host_blocks": num_host_blocks} if num_host_blocks else {}
+    backend = (make_backend or DefaultBackend.make)(KvLayout(shape, num_blocks, block_size), **host)
+    cache = CacheManager(
+        CacheConfig(
+            num_blocks,
+            block_size,
+            shape.num_layers,
+            max_sequence_tokens=max_sequence_tokens,
+            num_host_blocks=num_host_blocks,
+        )
+    )
     engine = make_engine(backend, cache) if make_engine else None
     if engine is not None:
         await engine.start()

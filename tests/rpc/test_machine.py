@@ -7,6 +7,7 @@ import itertools
 from dataclasses import dataclass, field
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, assume, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
@@ -14,9 +15,9 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from helpers.server import SHAPE, serving_in_thread
 from helpers.wire import assert_attention, make_queries, make_rows
 from pagedkv.client import Client
-from pagedkv.errors import OutOfBlocks, PositionMismatch
+from pagedkv.errors import OutOfBlocks, OutOfHostBlocks, PositionMismatch, SequenceSwapped
 
-LAYERS, BLOCK_SIZE, NUM_BLOCKS = SHAPE.num_layers, 8, 24
+LAYERS, BLOCK_SIZE, NUM_BLOCKS, NUM_HOST_BLOCKS = SHAPE.num_layers, 8, 24, 16
 _numbers = itertools.count()
 layers = st.integers(0, LAYERS - 1)
 
@@ -50,6 +51,7 @@ class WireMachine(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         self.dense: dict[str, Dense] = {}
+        self.swapped: set[str] = set()
 
     @rule(target=names)
     def allocate(self):
@@ -76,6 +78,7 @@ class WireMachine(RuleBasedStateMachine):
     def fork(self, parent):
         child = f"machine-{next(_numbers)}"
         assume(len(set(self.dense[parent].lengths)) == 1)
+        assume(parent not in self.swapped)
         self.client.fork(parent, child)
         self.dense[child] = copy.deepcopy(self.dense[parent])
         return child
@@ -83,6 +86,7 @@ class WireMachine(RuleBasedStateMachine):
     @rule(name=names, data=st.data())
     def truncate(self, name, data):
         dense = self.dense[name]
+        assume(name not in self.swapped)
         num_tokens = data.draw(st.integers(0, max(dense.lengths)))
         self.client.truncate(name, num_tokens)
         dense.keys = [rows[:num_tokens] for rows in dense.keys]
@@ -92,11 +96,33 @@ class WireMachine(RuleBasedStateMachine):
     def free(self, name):
         self.client.free(name)
         del self.dense[name]
+        self.swapped.discard(name)
+
+    @rule(data=st.data())
+    def swap_out(self, data):
+        names = self._draw_names(data, self.dense)
+        try:
+            self.client.swap_out(names)
+        except OutOfHostBlocks:
+            return
+        self.swapped.update(names)
+        with pytest.raises(SequenceSwapped):
+            self.client.attend(names[:1], make_queries(0), layer=0, query_lens=[0])
+
+    @rule(data=st.data())
+    def swap_in(self, data):
+        names = self._draw_names(data, self.swapped)
+        if self._succeeds(lambda: self.client.swap_in(names)):
+            self.swapped.difference_update(names)
+
+    def _draw_names(self, data, names):
+        assume(names)
+        return data.draw(st.lists(st.sampled_from(sorted(names)), min_size=1, unique=True))
 
     @rule(layer=layers, data=st.data())
     def attend(self, layer, data):
-        """Attend over every sequence at once."""
-        names = list(self.dense)
+        """Attend over every sequence on the device at once."""
+        names = [name for name in self.dense if name not in self.swapped]
         assume(names)
         lengths = [self.dense[name].lengths[layer] for name in names]
         query_lens = [data.draw(st.integers(0, min(length, 4))) for length in lengths]
@@ -107,8 +133,7 @@ class WireMachine(RuleBasedStateMachine):
     @rule(layer=layers, data=st.data())
     def attend_writing(self, layer, data):
         """Write and attend over some sequences at once, as a decoder does."""
-        assume(self.dense)
-        names = data.draw(st.lists(st.sampled_from(sorted(self.dense)), min_size=1, unique=True))
+        names = self._draw_names(data, set(self.dense) - self.swapped)
         query_lens = [data.draw(st.integers(0, 5)) for _ in names]
         total = sum(query_lens)
         (keys, values), queries = make_rows(total, next(_numbers)), make_queries(total, next(_numbers))
@@ -126,13 +151,16 @@ class WireMachine(RuleBasedStateMachine):
         audit = self.client.audit()
         assert audit.ok, audit.findings
         for name, dense in self.dense.items():
-            assert self.client.sequence(name).layer_lengths == dense.lengths
+            sequence = self.client.sequence(name)
+            assert sequence.layer_lengths == dense.lengths
+            assert sequence.is_swapped == (name in self.swapped)
 
     def teardown(self) -> None:
         if self.dense:
             self.client.free(list(self.dense))
         usage = self.client.usage()
         assert usage.free + usage.cached == usage.total
+        assert usage.host_free == usage.host_total == NUM_HOST_BLOCKS
 
     def _assert_exact(self, result, names, layer, queries, query_lens):
         keys, values = ([getattr(self.dense[name], side)[layer] for name in names] for side in ("keys", "values"))
@@ -144,6 +172,9 @@ class WireMachine(RuleBasedStateMachine):
             call()
         except OutOfBlocks:
             return False
+        except SequenceSwapped:
+            assert self.swapped
+            return False
         except PositionMismatch:
             assert dense is not None
             assert len(set(dense.lengths)) > 1
@@ -152,9 +183,10 @@ class WireMachine(RuleBasedStateMachine):
 
 
 def test_random_calls_agree_with_dense_arrays(backend):
-    with serving_in_thread(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE) as served, Client(served.address) as client:
+    sizes = {"num_blocks": NUM_BLOCKS, "block_size": BLOCK_SIZE, "num_host_blocks": NUM_HOST_BLOCKS}
+    with serving_in_thread(**sizes) as served, Client(served.address) as client:
         WireMachine.client = client
         WireMachine.TestCase.settings = settings(
-            max_examples=25, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=25, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
         )
         WireMachine.TestCase().runTest()

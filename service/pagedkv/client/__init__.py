@@ -6,7 +6,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # a server that goes away is a
 
 from pagedkv.client.asynchronous import AsyncClient, AsyncStep
 from pagedkv.client.blocking import Client, Step
-from pagedkv.client.types import Allocation, Attention, Audit, CacheInfo, Chunk, ModelInfo, SequenceInfo, Usage
+from pagedkv.client.types import Allocation, Attention, Audit, CacheInfo, Chunk, ModelInfo, SequenceInfo, Swap, Usage
 
 __all__ = [
     "Allocation",
@@ -20,5 +20,6 @@ __all__ = [
     "ModelInfo",
     "SequenceInfo",
     "Step",
+    "Swap",
     "Usage",
 ]

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from pagedkv.client.failure import to_exception
 from pagedkv.client.tensors import DTYPES, to_array, to_tensor
-from pagedkv.client.types import Allocation, Attention, Audit, CacheInfo, Chunk, ModelInfo, SequenceInfo, Usage
+from pagedkv.client.types import Allocation, Attention, Audit, CacheInfo, Chunk, ModelInfo, SequenceInfo, Swap, Usage
 from pagedkv.errors import InvalidArgument, TransportError
 from pagedkv.v1 import generation_pb2, generation_pb2_grpc, kv_cache_pb2, kv_cache_pb2_grpc
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 Array = npt.NDArray[Any]
 
 _IDEMPOTENT = {
-    "pagedkv.v1.KvCache": ("GetCacheInfo", "GetSequence", "ListSequences", "GetUsage", "Audit"),
+    "pagedkv.v1.KvCache": ("GetCacheInfo", "GetSequence", "ListSequences", "GetUsage", "Audit", "SwapOut", "SwapIn"),
     "pagedkv.v1.Generation": ("GetModelInfo", "Tokenize", "Detokenize"),
 }
 _SERVICE_CONFIG = {
@@ -97,6 +97,7 @@ class AsyncClient:
             backend=got.backend,
             max_sequence_tokens=got.sequence_token_limit,
             block_bytes=got.block_bytes,
+            num_host_blocks=got.host_block_count,
         )
 
     async def allocate(
@@ -166,8 +167,20 @@ class AsyncClient:
 
     async def free(self, sequence_ids: str | Sequence[str]) -> None:
         """End a sequence, or several: all or none."""
-        names = [sequence_ids] if isinstance(sequence_ids, str) else sequence_ids
-        await self._call(self._kv_cache.Free, kv_cache_pb2.FreeRequest(sequence_ids=names))
+        await self._call(self._kv_cache.Free, kv_cache_pb2.FreeRequest(sequence_ids=_names(sequence_ids)))
+
+    async def swap_out(self, sequence_ids: str | Sequence[str]) -> Swap:
+        """Move a sequence, or several (all or none), to host memory; safe to repeat.
+
+        Raises SwapUnavailable if the server has no host pool, OutOfHostBlocks if it cannot take them.
+        """
+        request = kv_cache_pb2.SwapOutRequest(sequence_ids=_names(sequence_ids))
+        return _swap(await self._call(self._kv_cache.SwapOut, request))
+
+    async def swap_in(self, sequence_ids: str | Sequence[str]) -> Swap:
+        """Move a sequence, or several (all or none), back; safe to repeat. Raises OutOfBlocks."""
+        request = kv_cache_pb2.SwapInRequest(sequence_ids=_names(sequence_ids))
+        return _swap(await self._call(self._kv_cache.SwapIn, request))
 
     async def sequence(self, sequence_id: str) -> SequenceInfo:
         """Return one sequence with its block table."""
@@ -198,6 +211,12 @@ class AsyncClient:
             in_flight=got.in_flight_count,
             total=got.total_count,
             num_tokens=got.token_count,
+            host_free=got.host_free_count,
+            host_private=got.host_private_count,
+            host_shared=got.host_shared_count,
+            host_total=got.host_total_count,
+            num_swapped=got.swapped_sequence_count,
+            swapped_tokens=got.swapped_token_count,
         )
 
     async def audit(self) -> Audit:
@@ -357,6 +376,14 @@ def _ids(numbers: Sequence[int] | None, field: str = "token_ids") -> Sequence[in
     return [int(number) for number in numbers]
 
 
+def _names(sequence_ids: str | Sequence[str]) -> Sequence[str]:
+    return [sequence_ids] if isinstance(sequence_ids, str) else sequence_ids
+
+
+def _swap(message: kv_cache_pb2.SwapOutResponse | kv_cache_pb2.SwapInResponse) -> Swap:
+    return Swap(message.block_count, message.byte_count, message.kept_block_count)
+
+
 def _prompt(
     prompt: str | None, token_ids: Sequence[int] | None, messages: Sequence[Mapping[str, str]] | None
 ) -> dict[str, Any]:
@@ -381,6 +408,8 @@ def _sequence(message: kv_cache_pb2.Sequence) -> SequenceInfo:
         tuple(message.layer_lengths),
         tuple(message.block_table),
         message.cached_token_count,
+        message.state == kv_cache_pb2.SEQUENCE_STATE_SWAPPED,
+        tuple(message.host_block_table),
     )
 
 

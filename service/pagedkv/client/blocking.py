@@ -62,6 +62,8 @@ class Client:
     fork = _blocking(AsyncClient.fork)
     truncate = _blocking(AsyncClient.truncate)
     free = _blocking(AsyncClient.free)
+    swap_out = _blocking(AsyncClient.swap_out)
+    swap_in = _blocking(AsyncClient.swap_in)
     sequence = _blocking(AsyncClient.sequence)
     sequences = _blocking(AsyncClient.sequences)
     usage = _blocking(AsyncClient.usage)

@@ -24,6 +24,7 @@ class CacheInfo:
     backend: str
     max_sequence_tokens: int
     block_bytes: int
+    num_host_blocks: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,18 +45,35 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class SequenceInfo:
-    """A sequence as it is now; `layer_lengths` and `block_table` are empty in a list of sequences."""
+    """A sequence as it is now; its tables and `layer_lengths` are empty in a list of sequences.
+
+    One that is swapped out has a host block table in place of its block table.
+    """
 
     sequence_id: str
     num_tokens: int
     layer_lengths: tuple[int, ...]
     block_table: tuple[int, ...]
     num_cached_tokens: int
+    is_swapped: bool
+    host_block_table: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """What a swap copied; `num_kept_blocks` needed no copy, as they were on the other side already."""
+
+    num_blocks: int
+    num_bytes: int
+    num_kept_blocks: int
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Blocks by state, which sum to `total`, and the tokens that live sequences hold, shared ones once."""
+    """Blocks by state, which sum to `total`, and the tokens that live sequences hold, shared ones once.
+
+    Swapped sequences hold host blocks only, whose three states sum to `host_total`.
+    """
 
     free: int
     cached: int
@@ -65,6 +83,12 @@ class Usage:
     in_flight: int
     total: int
     num_tokens: int
+    host_free: int
+    host_private: int
+    host_shared: int
+    host_total: int
+    num_swapped: int
+    swapped_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

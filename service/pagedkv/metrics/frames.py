@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from pagedkv.cache import BlockState, CacheManager
 from pagedkv.compute.layout import KvLayout
+from pagedkv.errors import SequenceSwapped
 from pagedkv.metrics.collectors import EngineView, memory_by_use
 from pagedkv.metrics.registry import STATE
 
@@ -122,7 +123,13 @@ class FrameSource:
 
     def _read_sequences(self) -> dict[str, tuple[int, bytes]]:
         cache = self._cache
-        return {name: (cache.length(name), cache.block_table(name).tobytes()) for name in cache.sequence_ids()}
+        return {name: (cache.length(name), self._read_table(name)) for name in cache.sequence_ids()}
+
+    def _read_table(self, sequence_id: str) -> bytes:
+        try:
+            return self._cache.block_table(sequence_id).tobytes()
+        except SequenceSwapped:
+            return b""
 
     def _figures(self) -> Frame:
         usage, accounting, stats = self._cache.usage(), self._cache.accounting(), self._cache.stats

@@ -101,6 +101,8 @@ METHOD: Final = Label(
                 "Fork",
                 "Truncate",
                 "Free",
+                "SwapOut",
+                "SwapIn",
                 "GetSequence",
                 "ListSequences",
                 "GetUsage",

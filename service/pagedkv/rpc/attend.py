@@ -77,6 +77,7 @@ def plan_attend(request: kv_cache_pb2.AttendRequest, cache: CacheManager, layout
     check_shape(queries, "queries", (num_queries, shape.num_heads, shape.head_dim))
     require(not np.isnan(queries).any(), "queries.data", "must hold no NaN", "NaN")
     lengths = [cache.length(name, layer) for name in ids]
+    cache.check_resident(ids)
     if request.HasField("keys") or request.HasField("values"):
         context_lens, reservations, rows = _reserve_rows(request, ids, query_lens, lengths, cache, layout)
     else:

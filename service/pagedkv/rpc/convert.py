@@ -94,7 +94,9 @@ def _per_head(values: Sequence[float], field: str, shape: KvShape) -> npt.NDArra
     return array
 
 
-def to_cache_info(layout: KvLayout, backend: str, sequence_limit: int) -> kv_cache_pb2.GetCacheInfoResponse:
+def to_cache_info(
+    layout: KvLayout, backend: str, sequence_limit: int, num_host_blocks: int
+) -> kv_cache_pb2.GetCacheInfoResponse:
     """Return the pool's description."""
     return kv_cache_pb2.GetCacheInfoResponse(
         block_count=layout.num_blocks,
@@ -107,6 +109,7 @@ def to_cache_info(layout: KvLayout, backend: str, sequence_limit: int) -> kv_cac
         backend=backend,
         sequence_token_limit=sequence_limit,
         block_bytes=layout.block_bytes,
+        host_block_count=num_host_blocks,
     )
 
 
@@ -121,15 +124,26 @@ def to_usage_message(usage: Usage) -> kv_cache_pb2.GetUsageResponse:
         in_flight_count=usage.in_flight,
         total_count=usage.total,
         token_count=usage.num_tokens,
+        host_free_count=usage.host_free,
+        host_private_count=usage.host_private,
+        host_shared_count=usage.host_shared,
+        host_total_count=usage.host_total,
+        swapped_sequence_count=usage.num_swapped,
+        swapped_token_count=usage.swapped_tokens,
     )
 
 
 def to_sequence_message(view: SequenceView, *, full: bool) -> kv_cache_pb2.Sequence:
     """Return a sequence; `full` with its block table and layer lengths."""
+    swapped, resident = kv_cache_pb2.SEQUENCE_STATE_SWAPPED, kv_cache_pb2.SEQUENCE_STATE_RESIDENT
     message = kv_cache_pb2.Sequence(
-        sequence_id=view.sequence_id, token_count=view.num_tokens, cached_token_count=view.num_cached_tokens
+        sequence_id=view.sequence_id,
+        token_count=view.num_tokens,
+        cached_token_count=view.num_cached_tokens,
+        state=swapped if view.is_swapped else resident,
     )
     if full:
         message.layer_lengths.extend(view.layer_lengths)
         message.block_table.extend(view.block_table)
+        message.host_block_table.extend(view.host_table or ())
     return message

@@ -20,16 +20,22 @@ _PREFIX = "/pagedkv.v1."
 
 
 class RpcObserver(Protocol):
-    """Hears about every finished call; must return at once and never raise."""
+    """Hears about every finished call and swap; must return at once and never raise."""
 
     def on_rpc(self, method: str, code: str, seconds: float) -> None:
         """Note a call, as "KvCache/Attend", its status code's name and how long it took."""
+
+    def on_swap(self, direction: str, num_bytes: int, seconds: float) -> None:
+        """Note bytes copied "out" to host memory or "in" again, and how long that took."""
 
 
 class NullRpcObserver:
     """Ignores everything."""
 
     def on_rpc(self, method: str, code: str, seconds: float) -> None:
+        """Ignore."""
+
+    def on_swap(self, direction: str, num_bytes: int, seconds: float) -> None:
         """Ignore."""
 
 

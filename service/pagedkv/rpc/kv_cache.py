@@ -11,13 +11,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pagedkv.cache import CacheManager, PrefixExtras, Reservation
+from pagedkv.cache import CacheManager, PrefixExtras, Reservation, SwapPlan
 from pagedkv.compute.backend import Backend
+from pagedkv.compute.swap import submit_swap
 from pagedkv.config import require
 from pagedkv.errors import DeviceError, InvalidArgument, PagedKvError
 from pagedkv.rpc.attend import Attended, AttendPlan, plan_attend, run_plans, slots_of
 from pagedkv.rpc.batcher import Batcher, Call
 from pagedkv.rpc.convert import to_cache_info, to_sequence_message, to_tensor, to_usage_message
+from pagedkv.rpc.interceptors import RpcObserver
 from pagedkv.rpc.requests import (
     Array,
     check_own_id,
@@ -38,8 +40,15 @@ _MAX_PAGE_SIZE, _DEFAULT_PAGE_SIZE = 1000, 100
 class KvCacheService(kv_cache_pb2_grpc.KvCacheServicer):
     """Handlers run on the event loop that owns the cache; between planning and commit nothing is awaited."""
 
-    def __init__(self, cache: CacheManager, backend: Backend, on_device_failure: Callable[[DeviceError], None]) -> None:
+    def __init__(
+        self,
+        cache: CacheManager,
+        backend: Backend,
+        on_device_failure: Callable[[DeviceError], None],
+        observer: RpcObserver,
+    ) -> None:
         self._cache = cache
+        self._observer = observer
         self._backend = backend
         self._layout = backend.layout
         self._shape = backend.layout.shape
@@ -56,7 +65,8 @@ class KvCacheService(kv_cache_pb2_grpc.KvCacheServicer):
 
     async def GetCacheInfo(self, request: Any, context: Any) -> kv_cache_pb2.GetCacheInfoResponse:
         """Describe the pool."""
-        return to_cache_info(self._layout, self._backend.name, self._cache.config.sequence_limit)
+        config = self._cache.config
+        return to_cache_info(self._layout, self._backend.name, config.sequence_limit, config.num_host_blocks)
 
     async def Allocate(self, request: kv_cache_pb2.AllocateRequest, context: Any) -> Any:
         """Start a sequence on its cached prefix."""
@@ -98,6 +108,33 @@ class KvCacheService(kv_cache_pb2_grpc.KvCacheServicer):
         check_sequence_ids(request.sequence_ids)
         self._cache.free_batch(request.sequence_ids)
         return kv_cache_pb2.FreeResponse()
+
+    async def SwapOut(self, request: kv_cache_pb2.SwapOutRequest, context: Any) -> kv_cache_pb2.SwapOutResponse:
+        """Move sequences to host memory."""
+        self._check_device()
+        check_sequence_ids(request.sequence_ids)
+        plan = self._cache.swap_out(request.sequence_ids)
+        return kv_cache_pb2.SwapOutResponse(**await self._swap("out", plan))
+
+    async def SwapIn(self, request: kv_cache_pb2.SwapInRequest, context: Any) -> kv_cache_pb2.SwapInResponse:
+        """Move sequences back."""
+        self._check_device()
+        check_sequence_ids(request.sequence_ids)
+        plan = self._cache.swap_in(request.sequence_ids)
+        return kv_cache_pb2.SwapInResponse(**await self._swap("in", plan))
+
+    async def _swap(self, direction: str, plan: SwapPlan) -> dict[str, int]:
+        """Run a plan's copies and return the fields of the answer."""
+        num_bytes = len(plan.pairs) * self._layout.block_bytes
+        if plan.pairs:
+            done = asyncio.wrap_future(submit_swap(self._backend, direction, plan.pairs))
+            done.add_done_callback(lambda job: self._note_swap(direction, num_bytes, job))
+            await self._completed(done)
+        return {"block_count": len(plan.pairs), "byte_count": num_bytes, "kept_block_count": plan.num_kept}
+
+    def _note_swap(self, direction: str, num_bytes: int, done: asyncio.Future[float]) -> None:
+        if not done.cancelled() and done.exception() is None:
+            self._observer.on_swap(direction, num_bytes, done.result())
 
     async def GetSequence(self, request: Any, context: Any) -> kv_cache_pb2.GetSequenceResponse:
         """Describe one sequence."""
@@ -153,7 +190,7 @@ class KvCacheService(kv_cache_pb2_grpc.KvCacheServicer):
         slots = slots_of(self._cache, self._layout, request.sequence_id, reservation.start, num_tokens)
         future = self._backend.submit(lambda: self._write(reservation, keys, values, slots))
         self._cache.commit(reservation)
-        await self._completed(future)
+        await self._completed(asyncio.wrap_future(future))
         return kv_cache_pb2.AppendResponse(token_count=length + num_tokens)
 
     async def Attend(self, request: kv_cache_pb2.AttendRequest, context: Any) -> kv_cache_pb2.AttendResponse:
@@ -235,9 +272,8 @@ class KvCacheService(kv_cache_pb2_grpc.KvCacheServicer):
     def _write_rows(self, layer: int, keys: Array, values: Array | None, slots: npt.NDArray[np.int64]) -> None:
         self._backend.write_kv(layer, self._backend.from_host(keys), self._backend.from_host(values), slots)  # type: ignore[arg-type]
 
-    async def _completed(self, future: Any) -> None:
+    async def _completed(self, result: asyncio.Future[Any]) -> None:
         """Await a job. The caller may go, but what is committed must be written."""
-        result = asyncio.wrap_future(future)
         try:
             await asyncio.shield(result)
         except asyncio.CancelledError:

@@ -62,14 +62,15 @@ class Server:
         observer: RpcObserver | None = None,
     ) -> None:
         self._config = config
+        observer = observer or NullRpcObserver()
         self._server = grpc.aio.server(
-            interceptors=[ErrorInterceptor(observer or NullRpcObserver(), config.max_streams)],
+            interceptors=[ErrorInterceptor(observer, config.max_streams)],
             options=_channel_options(config),
         )
         self._health = health_aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._engine = engine
-        self._kv_cache = KvCacheService(cache, backend, self._note_device_failure)
+        self._kv_cache = KvCacheService(cache, backend, self._note_device_failure, observer)
         kv_cache_pb2_grpc.add_KvCacheServicer_to_server(self._kv_cache, self._server)  # type: ignore[no-untyped-call]
         generation = NoModelService() if engine is None else GenerationService(engine)
         generation_pb2_grpc.add_GenerationServicer_to_server(generation, self._server)  # type: ignore[no-untyped-call]

@@ -12,7 +12,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from pagedkv import errors
-from pagedkv.errors import InvalidArgument, OutOfBlocks, PagedKvError
+from pagedkv.errors import InvalidArgument, OutOfBlocks, OutOfHostBlocks, PagedKvError
 
 DOMAIN = "pagedkv"
 _RETRY_SECONDS = 1
@@ -26,6 +26,8 @@ _CODES: dict[type[PagedKvError], grpc.StatusCode] = {
     errors.PositionMismatch: grpc.StatusCode.FAILED_PRECONDITION,
     errors.SequenceSwapped: grpc.StatusCode.FAILED_PRECONDITION,
     errors.OutOfBlocks: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.OutOfHostBlocks: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.SwapUnavailable: grpc.StatusCode.FAILED_PRECONDITION,
     errors.QuotaExceeded: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.Draining: grpc.StatusCode.UNAVAILABLE,
     errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
@@ -48,7 +50,7 @@ def to_status(error: PagedKvError) -> grpc.Status:
     if isinstance(error, InvalidArgument):
         violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=message)
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
-    if isinstance(error, OutOfBlocks):
+    if isinstance(error, (OutOfBlocks, OutOfHostBlocks)):
         details.append(error_details_pb2.RetryInfo(retry_delay=Duration(seconds=_RETRY_SECONDS)))
     return _pack(code_of(error), message, details)
 

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from pagedkv.v1 import tensor_pb2 as _tensor_pb2
 import builtins as _builtins
 import sys
@@ -18,6 +19,30 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _SequenceState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _SequenceStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SequenceState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SEQUENCE_STATE_UNSPECIFIED: _SequenceState.ValueType  # 0
+    """Not said."""
+    SEQUENCE_STATE_RESIDENT: _SequenceState.ValueType  # 1
+    """On the device."""
+    SEQUENCE_STATE_SWAPPED: _SequenceState.ValueType  # 2
+    """In the host pool."""
+
+class SequenceState(_SequenceState, metaclass=_SequenceStateEnumTypeWrapper):
+    """Where a sequence's blocks are."""
+
+SEQUENCE_STATE_UNSPECIFIED: SequenceState.ValueType  # 0
+"""Not said."""
+SEQUENCE_STATE_RESIDENT: SequenceState.ValueType  # 1
+"""On the device."""
+SEQUENCE_STATE_SWAPPED: SequenceState.ValueType  # 2
+"""In the host pool."""
+Global___SequenceState: _TypeAlias = SequenceState  # noqa: Y015
 
 @_typing.final
 class GetCacheInfoRequest(_message.Message):
@@ -52,6 +77,7 @@ class GetCacheInfoResponse(_message.Message):
     BACKEND_FIELD_NUMBER: _builtins.int
     SEQUENCE_TOKEN_LIMIT_FIELD_NUMBER: _builtins.int
     BLOCK_BYTES_FIELD_NUMBER: _builtins.int
+    HOST_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     block_count: _builtins.int
     """Blocks in the pool."""
     block_size: _builtins.int
@@ -72,6 +98,8 @@ class GetCacheInfoResponse(_message.Message):
     """Most tokens that one sequence may hold."""
     block_bytes: _builtins.int
     """Bytes of one block over all layers."""
+    host_block_count: _builtins.int
+    """Blocks of the host pool that sequences are swapped to; 0 if there is none."""
     def __init__(
         self,
         *,
@@ -85,10 +113,11 @@ class GetCacheInfoResponse(_message.Message):
         backend: _builtins.str = ...,
         sequence_token_limit: _builtins.int = ...,
         block_bytes: _builtins.int = ...,
+        host_block_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "block_bytes", b"block_bytes", "block_count", b"block_count", "block_size", b"block_size", "data_type", b"data_type", "head_count", b"head_count", "head_dim", b"head_dim", "kv_head_count", b"kv_head_count", "layer_count", b"layer_count", "sequence_token_limit", b"sequence_token_limit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "block_bytes", b"block_bytes", "block_count", b"block_count", "block_size", b"block_size", "data_type", b"data_type", "head_count", b"head_count", "head_dim", b"head_dim", "host_block_count", b"host_block_count", "kv_head_count", b"kv_head_count", "layer_count", b"layer_count", "sequence_token_limit", b"sequence_token_limit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -533,6 +562,114 @@ class FreeResponse(_message.Message):
 Global___FreeResponse: _TypeAlias = FreeResponse  # noqa: Y015
 
 @_typing.final
+class SwapOutRequest(_message.Message):
+    """Asks to move sequences to host memory."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The sequences, each at most once, at least one. All are moved or none."""
+
+    def __init__(
+        self,
+        *,
+        sequence_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sequence_ids", b"sequence_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SwapOutRequest: _TypeAlias = SwapOutRequest  # noqa: Y015
+
+@_typing.final
+class SwapOutResponse(_message.Message):
+    """The sequences are in host memory."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    BYTE_COUNT_FIELD_NUMBER: _builtins.int
+    KEPT_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    block_count: _builtins.int
+    """Blocks copied."""
+    byte_count: _builtins.int
+    """Bytes copied."""
+    kept_block_count: _builtins.int
+    """Blocks that had a copy in host memory."""
+    def __init__(
+        self,
+        *,
+        block_count: _builtins.int = ...,
+        byte_count: _builtins.int = ...,
+        kept_block_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "byte_count", b"byte_count", "kept_block_count", b"kept_block_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SwapOutResponse: _TypeAlias = SwapOutResponse  # noqa: Y015
+
+@_typing.final
+class SwapInRequest(_message.Message):
+    """Asks to move sequences back."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The sequences, each at most once, at least one. All are moved or none."""
+
+    def __init__(
+        self,
+        *,
+        sequence_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sequence_ids", b"sequence_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SwapInRequest: _TypeAlias = SwapInRequest  # noqa: Y015
+
+@_typing.final
+class SwapInResponse(_message.Message):
+    """The sequences are on the device."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    BYTE_COUNT_FIELD_NUMBER: _builtins.int
+    KEPT_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    block_count: _builtins.int
+    """Blocks copied."""
+    byte_count: _builtins.int
+    """Bytes copied."""
+    kept_block_count: _builtins.int
+    """Blocks that were still on the device."""
+    def __init__(
+        self,
+        *,
+        block_count: _builtins.int = ...,
+        byte_count: _builtins.int = ...,
+        kept_block_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "byte_count", b"byte_count", "kept_block_count", b"kept_block_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SwapInResponse: _TypeAlias = SwapInResponse  # noqa: Y015
+
+@_typing.final
 class GetSequenceRequest(_message.Message):
     """Asks for one sequence."""
 
@@ -589,19 +726,27 @@ class Sequence(_message.Message):
     LAYER_LENGTHS_FIELD_NUMBER: _builtins.int
     BLOCK_TABLE_FIELD_NUMBER: _builtins.int
     CACHED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    HOST_BLOCK_TABLE_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.str
     """Its name."""
     token_count: _builtins.int
     """Tokens written in every layer."""
     cached_token_count: _builtins.int
     """Tokens found in the prefix cache when it was allocated."""
+    state: Global___SequenceState.ValueType
+    """Where its blocks are."""
     @_builtins.property
     def layer_lengths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens written in each layer."""
 
     @_builtins.property
     def block_table(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Block ids, logical order."""
+        """Block ids, logical order; empty while swapped out."""
+
+    @_builtins.property
+    def host_block_table(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Host block ids, logical order, while swapped out."""
 
     def __init__(
         self,
@@ -611,10 +756,12 @@ class Sequence(_message.Message):
         layer_lengths: _abc.Iterable[_builtins.int] | None = ...,
         block_table: _abc.Iterable[_builtins.int] | None = ...,
         cached_token_count: _builtins.int = ...,
+        state: Global___SequenceState.ValueType = ...,
+        host_block_table: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_table", b"block_table", "cached_token_count", b"cached_token_count", "layer_lengths", b"layer_lengths", "sequence_id", b"sequence_id", "token_count", b"token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_table", b"block_table", "cached_token_count", b"cached_token_count", "host_block_table", b"host_block_table", "layer_lengths", b"layer_lengths", "sequence_id", b"sequence_id", "state", b"state", "token_count", b"token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -693,7 +840,7 @@ Global___GetUsageRequest: _TypeAlias = GetUsageRequest  # noqa: Y015
 
 @_typing.final
 class GetUsageResponse(_message.Message):
-    """Blocks by state; the states sum to the total."""
+    """Blocks by state; the states sum to the total, those of the host pool to the host total."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -705,6 +852,12 @@ class GetUsageResponse(_message.Message):
     IN_FLIGHT_COUNT_FIELD_NUMBER: _builtins.int
     TOTAL_COUNT_FIELD_NUMBER: _builtins.int
     TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    HOST_FREE_COUNT_FIELD_NUMBER: _builtins.int
+    HOST_PRIVATE_COUNT_FIELD_NUMBER: _builtins.int
+    HOST_SHARED_COUNT_FIELD_NUMBER: _builtins.int
+    HOST_TOTAL_COUNT_FIELD_NUMBER: _builtins.int
+    SWAPPED_SEQUENCE_COUNT_FIELD_NUMBER: _builtins.int
+    SWAPPED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     free_count: _builtins.int
     """Held by nobody, holding nothing."""
     cached_count: _builtins.int
@@ -720,7 +873,19 @@ class GetUsageResponse(_message.Message):
     total_count: _builtins.int
     """All blocks."""
     token_count: _builtins.int
-    """Tokens in live sequences, shared ones once."""
+    """Tokens in live sequences, shared ones once; those swapped out are not among them."""
+    host_free_count: _builtins.int
+    """Host blocks that nobody holds."""
+    host_private_count: _builtins.int
+    """Host blocks in one swapped sequence's table."""
+    host_shared_count: _builtins.int
+    """Host blocks in more than one."""
+    host_total_count: _builtins.int
+    """All host blocks."""
+    swapped_sequence_count: _builtins.int
+    """Sequences that are swapped out."""
+    swapped_token_count: _builtins.int
+    """Tokens that they hold, shared ones once a sequence."""
     def __init__(
         self,
         *,
@@ -732,10 +897,16 @@ class GetUsageResponse(_message.Message):
         in_flight_count: _builtins.int = ...,
         total_count: _builtins.int = ...,
         token_count: _builtins.int = ...,
+        host_free_count: _builtins.int = ...,
+        host_private_count: _builtins.int = ...,
+        host_shared_count: _builtins.int = ...,
+        host_total_count: _builtins.int = ...,
+        swapped_sequence_count: _builtins.int = ...,
+        swapped_token_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_count", b"cached_count", "free_count", b"free_count", "in_flight_count", b"in_flight_count", "pinned_count", b"pinned_count", "private_count", b"private_count", "shared_count", b"shared_count", "token_count", b"token_count", "total_count", b"total_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_count", b"cached_count", "free_count", b"free_count", "host_free_count", b"host_free_count", "host_private_count", b"host_private_count", "host_shared_count", b"host_shared_count", "host_total_count", b"host_total_count", "in_flight_count", b"in_flight_count", "pinned_count", b"pinned_count", "private_count", b"private_count", "shared_count", b"shared_count", "swapped_sequence_count", b"swapped_sequence_count", "swapped_token_count", b"swapped_token_count", "token_count", b"token_count", "total_count", b"total_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -30,8 +30,8 @@ class KvCacheStub:
 
     Errors of all calls: INVALID_ARGUMENT with a BadRequest that names the field, NOT_FOUND for an unknown sequence,
     RESOURCE_EXHAUSTED when the pool cannot give the blocks (ErrorInfo: needed, free, evictable, total), OUT_OF_RANGE
-    for a sequence that would grow beyond its limit, UNAVAILABLE while the server drains, INTERNAL when the device
-    failed. Every error carries exactly one google.rpc.ErrorInfo of domain "pagedkv". A failed call changed nothing; a
+    for a sequence that would grow beyond its limit, FAILED_PRECONDITION (SEQUENCE_SWAPPED) for one that is swapped out,
+    UNAVAILABLE while the server drains, INTERNAL when the device failed. Every error carries exactly one google.rpc.ErrorInfo of domain "pagedkv". A failed call changed nothing; a
     call over several sequences happens for all of them or for none.
     """
 
@@ -81,6 +81,16 @@ class KvCacheStub:
                 request_serializer=pagedkv_dot_v1_dot_kv__cache__pb2.FreeRequest.SerializeToString,
                 response_deserializer=pagedkv_dot_v1_dot_kv__cache__pb2.FreeResponse.FromString,
                 _registered_method=True)
+        self.SwapOut = channel.unary_unary(
+                '/pagedkv.v1.KvCache/SwapOut',
+                request_serializer=pagedkv_dot_v1_dot_kv__cache__pb2.SwapOutRequest.SerializeToString,
+                response_deserializer=pagedkv_dot_v1_dot_kv__cache__pb2.SwapOutResponse.FromString,
+                _registered_method=True)
+        self.SwapIn = channel.unary_unary(
+                '/pagedkv.v1.KvCache/SwapIn',
+                request_serializer=pagedkv_dot_v1_dot_kv__cache__pb2.SwapInRequest.SerializeToString,
+                response_deserializer=pagedkv_dot_v1_dot_kv__cache__pb2.SwapInResponse.FromString,
+                _registered_method=True)
         self.GetSequence = channel.unary_unary(
                 '/pagedkv.v1.KvCache/GetSequence',
                 request_serializer=pagedkv_dot_v1_dot_kv__cache__pb2.GetSequenceRequest.SerializeToString,
@@ -108,8 +118,8 @@ class KvCacheServicer:
 
     Errors of all calls: INVALID_ARGUMENT with a BadRequest that names the field, NOT_FOUND for an unknown sequence,
     RESOURCE_EXHAUSTED when the pool cannot give the blocks (ErrorInfo: needed, free, evictable, total), OUT_OF_RANGE
-    for a sequence that would grow beyond its limit, UNAVAILABLE while the server drains, INTERNAL when the device
-    failed. Every error carries exactly one google.rpc.ErrorInfo of domain "pagedkv". A failed call changed nothing; a
+    for a sequence that would grow beyond its limit, FAILED_PRECONDITION (SEQUENCE_SWAPPED) for one that is swapped out,
+    UNAVAILABLE while the server drains, INTERNAL when the device failed. Every error carries exactly one google.rpc.ErrorInfo of domain "pagedkv". A failed call changed nothing; a
     call over several sequences happens for all of them or for none.
     """
 
@@ -165,6 +175,24 @@ class KvCacheServicer:
 
     def Free(self, request, context):
         """Ends sequences. Their full blocks stay findable until the pool needs them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SwapOut(self, request, context):
+        """Moves sequences to host memory and gives their blocks back; until swapped in they can only be freed and described.
+        What they share stays shared and is copied once. Sequences that are swapped out already count as done, so a retry
+        is safe. FAILED_PRECONDITION (SWAP_UNAVAILABLE) if the server has no host pool, RESOURCE_EXHAUSTED
+        (OUT_OF_HOST_BLOCKS: needed, free, total) if it cannot take them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SwapIn(self, request, context):
+        """Moves sequences back, if the pool can also give what the next token of each needs. Blocks that a fork still holds,
+        or that are still cached, are taken as they are. Sequences that are not swapped out count as done.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -241,6 +269,16 @@ def add_KvCacheServicer_to_server(servicer, server):
                     request_deserializer=pagedkv_dot_v1_dot_kv__cache__pb2.FreeRequest.FromString,
                     response_serializer=pagedkv_dot_v1_dot_kv__cache__pb2.FreeResponse.SerializeToString,
             ),
+            'SwapOut': grpc.unary_unary_rpc_method_handler(
+                    servicer.SwapOut,
+                    request_deserializer=pagedkv_dot_v1_dot_kv__cache__pb2.SwapOutRequest.FromString,
+                    response_serializer=pagedkv_dot_v1_dot_kv__cache__pb2.SwapOutResponse.SerializeToString,
+            ),
+            'SwapIn': grpc.unary_unary_rpc_method_handler(
+                    servicer.SwapIn,
+                    request_deserializer=pagedkv_dot_v1_dot_kv__cache__pb2.SwapInRequest.FromString,
+                    response_serializer=pagedkv_dot_v1_dot_kv__cache__pb2.SwapInResponse.SerializeToString,
+            ),
             'GetSequence': grpc.unary_unary_rpc_method_handler(
                     servicer.GetSequence,
                     request_deserializer=pagedkv_dot_v1_dot_kv__cache__pb2.GetSequenceRequest.FromString,
@@ -274,8 +312,8 @@ class KvCache:
 
     Errors of all calls: INVALID_ARGUMENT with a BadRequest that names the field, NOT_FOUND for an unknown sequence,
     RESOURCE_EXHAUSTED when the pool cannot give the blocks (ErrorInfo: needed, free, evictable, total), OUT_OF_RANGE
-    for a sequence that would grow beyond its limit, UNAVAILABLE while the server drains, INTERNAL when the device
-    failed. Every error carries exactly one google.rpc.ErrorInfo of domain "pagedkv". A failed call changed nothing; a
+    for a sequence that would grow beyond its limit, FAILED_PRECONDITION (SEQUENCE_SWAPPED) for one that is swapped out,
+    UNAVAILABLE while the server drains, INTERNAL when the device failed. Every error carries exactly one google.rpc.ErrorInfo of domain "pagedkv". A failed call changed nothing; a
     call over several sequences happens for all of them or for none.
     """
 
@@ -485,6 +523,60 @@ class KvCache:
             '/pagedkv.v1.KvCache/Free',
             pagedkv_dot_v1_dot_kv__cache__pb2.FreeRequest.SerializeToString,
             pagedkv_dot_v1_dot_kv__cache__pb2.FreeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SwapOut(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pagedkv.v1.KvCache/SwapOut',
+            pagedkv_dot_v1_dot_kv__cache__pb2.SwapOutRequest.SerializeToString,
+            pagedkv_dot_v1_dot_kv__cache__pb2.SwapOutResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SwapIn(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pagedkv.v1.KvCache/SwapIn',
+            pagedkv_dot_v1_dot_kv__cache__pb2.SwapInRequest.SerializeToString,
+            pagedkv_dot_v1_dot_kv__cache__pb2.SwapInResponse.FromString,
             options,
             channel_credentials,
             insecure,
