@@ -13,7 +13,6 @@ from typing import Any, Final
 from llvmlite import ir
 
 from pagedkv.compute.cpu.simd_emit import (
-    F16,
     F32,
     I8,
     I16,
@@ -36,7 +35,6 @@ EmitPart = Callable[[Any, Any, Any, int], EmitVector]  # builder, block address,
 
 PLAIN_PART: Final = 16  # weights of a part of a plain type
 BLOCK_PART: Final = 32  # weights of a part of a block format
-_PORTABLE_WIDTH: Final = 4  # has no instruction for float16
 _TABLE_WIDTH: Final = 16  # vectors of this width hold one value for each of the 16 codes of four bits
 
 
@@ -164,10 +162,9 @@ def _table_or_formula(builder: Any, formula: Callable[[Any], Any], width: int) -
 
 
 def _splat_half(builder: Any, address: Any, offset: int, width: int) -> Any:
+    """Return a stored half in every lane: broadcast as it is loaded, for conversions of one lane need shuffles."""
     bits = builder.load(emit_pointer(builder, address, offset), typ=I16, align=1)
-    if width == _PORTABLE_WIDTH:
-        return emit_convert(builder, emit_splat(builder, bits, width), KIND_F16)
-    return emit_splat(builder, builder.fpext(builder.bitcast(bits, F16), F32), width)
+    return emit_convert(builder, emit_splat(builder, bits, width), KIND_F16)
 
 
 def _splat_int(builder: Any, value: Any, width: int) -> Any:
