@@ -1,133 +1,147 @@
-"""Text generation through the gRPC service itself: prefill, decode and memory at 1, 8 and 32 concurrent requests."""
+"""Text generation through the gRPC service itself, in turns with other systems: `./run bench generate [--peers]`.
+
+All get the same prompts as token ids, together, and give the same number of greedy tokens to each, end tokens ignored.
+"""
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import re
-import subprocess
+import json
+import os
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from statistics import median
 
-import psutil
-from rich.console import Console
-from rich.table import Table
+from pagedkv.dtypes import DType
+from pagedkv.model.hub import fetch_smollm2
+from tests.bench.generate_figures import Rates, Reply, Samples, equal_tokens
+from tests.bench.generate_limit import Machine, model_work
+from tests.bench.generate_peers import PEERS, GeneratePeer
+from tests.bench.generate_report import Run, SystemNote, print_run, save_run
+from tests.bench.generate_service import Service, System
+from tests.bench.peers import PeerUnavailable
 
-from pagedkv.client import AsyncClient
-from tests.bench.report import write_result
-
-PUBLISHED = {  # tokens/s on another machine (2 cores, AVX-512 + AMX): prefill of 512, decode alone, decode at 8
-    "llama.cpp": (240, 71, 102),
-    "transformers": (937, 24, 70),
-    "OpenVINO GenAI": (1823, 61, 215),
-    "vLLM CPU": (1828, 23, 149),
-}
-
-
-@dataclass(slots=True)
-class LoadFigures:
-    """Medians over the rounds, at one concurrency."""
-
-    concurrency: int
-    prefill_tokens_per_second: float
-    decode_tokens_per_second: float
-    first_token_seconds: float
-    resident_mib: float
+GOLDEN = Path(__file__).parents[1] / "model" / "golden" / "smollm2_greedy.json"
+GOLDEN_TOKENS = 16
+VOCABULARY = 40_000  # any ids do; distinct prompts keep a prefix cache out of the figures
+QUIET_SECONDS = 0.5  # idle threads spin for a while, which the next turn must not pay for
 
 
 def main(argv: Sequence[str]) -> int:
-    """Start a service, load it, print the table, write the JSON."""
-    parser = argparse.ArgumentParser(prog="./run bench generate", description=__doc__)
-    parser.add_argument("--prompt-tokens", type=int, default=512)
-    parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--dtype", default="float32")
-    options = parser.parse_args(argv)
-    process, address = _start_service(options)
+    """Start the systems, load them in turns, print the tables, write the JSON."""
+    options, load_before = parse(argv), os.getloadavg()[0]
+    machine, service = Machine(), Service(options)
+    systems: list[System] = [service]
     try:
-        figures = asyncio.run(_measure(address, psutil.Process(process.pid), options))
+        missing = start_peers(systems, options, machine.num_threads)
+        notes = warm_up(systems, missing, options.prompt_tokens)
+        rates = [
+            rate
+            for concurrency, rounds in zip(options.concurrency, options.rounds, strict=True)
+            for rate in measure(systems, missing, machine, options, concurrency, rounds)
+        ]
     finally:
-        process.terminate()
-        process.wait(30)
-    _print(figures, options)
-    write_result("generate", {"options": vars(options), "results": [asdict(figure) for figure in figures]})
+        for system in systems:
+            system.close()
+        machine.close()
+    work = model_work(fetch_smollm2(), DType(options.dtype))
+    limits = {c: machine.limits(work, options.prompt_tokens, options.new_tokens, c) for c in options.concurrency}
+    sizes = (size / 2**20 for size in (work.weight_bytes, service.pool_tokens * work.kv_bytes))
+    run = Run(vars(options), notes, missing, rates, limits, *sizes, GOLDEN_TOKENS, load_before)
+    print_run(run)
+    save_run(run)
     return 0
 
 
-def _start_service(options: argparse.Namespace) -> tuple[subprocess.Popen[str], str]:
-    needed = max(options.concurrency) * (options.prompt_tokens + options.new_tokens + 16)
-    command = [Path(sys.executable).parent / "pagedkv", "serve", "smollm2", "--port=0", "--metrics-port=-1"]
-    command += [f"--blocks={needed // 16 + 1}", f"--dtype={options.dtype}"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    for line in process.stderr:
-        if found := re.search(r"gRPC on (\S+)", line):
-            return process, found.group(1)
-    raise RuntimeError(f"the service ended with code {process.wait()}")
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="./run bench generate", description=__doc__)
+    names = [spec.name for spec in PEERS]
+    parser.add_argument("--peers", nargs="*", metavar="NAME", help=f"all of them or some of: {', '.join(names)}")
+    parser.add_argument("--prompt-tokens", type=int, default=512)
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--rounds", type=int, nargs="+", default=[3, 2, 1], help="one number for each concurrency")
+    parser.add_argument("--dtype", default="float32", help="of pagedkv's KV")
+    options = parser.parse_args(argv)
+    if unknown := set(options.peers or ()) - set(names):
+        parser.error(f"unknown peers {sorted(unknown)}; known: {', '.join(names)}")
+    if len(options.rounds) != len(options.concurrency):
+        parser.error(f"--rounds needs {len(options.concurrency)} numbers, got {len(options.rounds)}")
+    return options
 
 
-async def _measure(address: str, process: psutil.Process, options: argparse.Namespace) -> list[LoadFigures]:
-    figures = []
-    async with AsyncClient(address) as client:
-        vocab_size = 40_000  # any ids do; distinct prompts keep the prefix cache out of the figures
-        await _one(client, [7] * 32, 4)
-        for concurrency in options.concurrency:
-            rounds = [
-                await _round(client, concurrency, options, first_id=(1 + concurrency * 97 + at * 31) % vocab_size)
-                for at in range(options.rounds)
-            ]
-            prefill, decode, first = (median(column) for column in zip(*rounds, strict=True))
-            resident = process.memory_info().rss / 2**20
-            figures.append(LoadFigures(concurrency, prefill, decode, first, resident))
-    return figures
+def start_peers(systems: list[System], options: argparse.Namespace, num_threads: int) -> dict[str, str]:
+    """Append the peers that run; return why the others do not."""
+    missing: dict[str, str] = {}
+    for spec in PEERS if options.peers is not None else ():
+        if options.peers and spec.name not in options.peers:
+            continue
+        print(f"starting {spec.name} ...", file=sys.stderr)
+        sizes = {"max_sequences": max(options.concurrency), "max_tokens": options.prompt_tokens + options.new_tokens}
+        try:
+            systems.append(GeneratePeer(spec, num_threads=num_threads, **sizes))
+        except PeerUnavailable as error:
+            missing[spec.name] = str(error)
+    return missing
 
 
-async def _round(
-    client: AsyncClient, concurrency: int, options: argparse.Namespace, first_id: int
-) -> tuple[float, float, float]:
-    """Return prefill and decode tokens/s over all requests together, and the median time to first token.
+def warm_up(systems: list[System], missing: dict[str, str], prompt_tokens: int) -> list[SystemNote]:
+    """Let each system complete a golden prompt, compare, and give it one prompt of the size to come."""
+    case = json.loads(GOLDEN.read_text())["cases"][0]
+    notes = []
+    for system in list(systems):
+        with leaving(system, systems, missing):
+            reply = system.generate([case["prompt_token_ids"]], GOLDEN_TOKENS)
+            system.generate(make_prompts(1, prompt_tokens, first_id=0), 4)
+            greedy = equal_tokens(reply.token_ids[0], case["greedy_token_ids"])
+            notes.append(SystemNote(system.name, system.version, system.how, system.load_seconds, greedy))
+    return notes
 
-    Decoding is counted while every request decodes: from the last first token to the first last one.
-    """
-    prompts = [
-        [100 + (first_id + 1009 * at + 7 * position) % 40_000 for position in range(options.prompt_tokens)]
-        for at in range(concurrency)
+
+@contextmanager
+def leaving(system: System, systems: list[System], missing: dict[str, str]) -> Iterator[None]:
+    """Move a peer that fails inside from `systems` to `missing`; pagedkv's own failure is the run's."""
+    try:
+        yield
+    except PeerUnavailable as error:
+        missing[system.name] = str(error)
+        systems.remove(system)
+
+
+def measure(
+    systems: list[System],
+    missing: dict[str, str],
+    machine: Machine,
+    options: argparse.Namespace,
+    concurrency: int,
+    rounds: int,
+) -> list[Rates]:
+    """Load all systems in turns, the machine's limits measured between them; who fails leaves `systems`."""
+    samples = {system.name: Samples() for system in systems}
+    for at in range(rounds):
+        prompts = make_prompts(concurrency, options.prompt_tokens, first_id=1 + concurrency * 97 + at * 31)
+        for system in list(systems):
+            print(f"{concurrency} at once, round {at + 1} of {rounds}: {system.name}", file=sys.stderr)
+            machine.sample()
+            with leaving(system, systems, missing):
+                samples[system.name].add(load(system, prompts, options.new_tokens), options.prompt_tokens)
+    return [samples[system.name].rates(system.name, concurrency) for system in systems]
+
+
+def load(system: System, prompts: Sequence[Sequence[int]], new_tokens: int) -> Reply:
+    """Take one turn; every prompt must get all its tokens."""
+    reply = system.generate(prompts, new_tokens)
+    counts = {len(stamps) for stamps in reply.stamps}
+    assert counts == {new_tokens}, f"{system.name} gave {counts} tokens, not {new_tokens}"
+    time.sleep(QUIET_SECONDS)
+    return reply
+
+
+def make_prompts(count: int, num_tokens: int, first_id: int) -> list[list[int]]:
+    """Return `count` prompts that begin differently."""
+    return [
+        [100 + (first_id + 1009 * at + 7 * position) % VOCABULARY for position in range(num_tokens)]
+        for at in range(count)
     ]
-    started = time.perf_counter()
-    times = await asyncio.gather(*(_one(client, prompt, options.new_tokens) for prompt in prompts))
-    last_first, first_end = max(stamps[0] for stamps in times), min(stamps[-1] for stamps in times)
-    prefill = concurrency * options.prompt_tokens / (last_first - started)
-    decoded = sum(last_first < stamp <= first_end for stamps in times for stamp in stamps)
-    return prefill, decoded / (first_end - last_first), median(stamps[0] - started for stamps in times)
-
-
-async def _one(client: AsyncClient, prompt: list[int], new_tokens: int) -> list[float]:
-    """Return when each token came."""
-    stamps: list[float] = []
-    async for chunk in client.generate(token_ids=prompt, max_tokens=new_tokens, temperature=0.0, ignore_eos=True):
-        stamps += [time.perf_counter()] * len(chunk.token_ids)
-    return stamps
-
-
-def _print(figures: Sequence[LoadFigures], options: argparse.Namespace) -> None:
-    shape = f"{options.prompt_tokens} prompt + {options.new_tokens} new tokens, KV {options.dtype}"
-    table = Table(title=f"SmolLM2-135M through gRPC, {shape}")
-    for heading in ("concurrent", "prefill tokens/s", "decode tokens/s", "first token s", "resident MiB"):
-        table.add_column(heading, justify="right")
-    for row in figures:
-        values = (row.prefill_tokens_per_second, row.decode_tokens_per_second)
-        table.add_row(
-            str(row.concurrency),
-            *(f"{v:.0f}" for v in values),
-            f"{row.first_token_seconds:.2f}",
-            f"{row.resident_mib:.0f}",
-        )
-    console = Console(width=110)
-    console.print(table)
-    published = "; ".join(f"{name} {' / '.join(map(str, row))}" for name, row in PUBLISHED.items())
-    console.print(f"Published elsewhere, prefill / decode alone / at 8: {published}", highlight=False)

@@ -68,7 +68,7 @@ class LineProcess:
     def __init__(self, python: Path, script: str, arguments: Sequence[str] = (), limit_seconds: float = 600) -> None:
         self._log = python.parents[1] / f"{Path(script).stem}.log"
         self._limit_seconds = limit_seconds
-        command = [str(python), str(Path(__file__).with_name(script)), *arguments]
+        command = [str(python), str(Path(__file__).parent / script), *arguments]
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.bench.generate_report import BUSY
+
 ROOT = Path(__file__).parents[2]
 RESULTS = Path(__file__).parent / "results"
 BEGIN = "<!-- numbers: written by ./run bench readme, do not edit -->"
@@ -97,8 +99,16 @@ def _attention_rows() -> Iterator[tuple[str, str, str]]:
 
 
 def _generate_rows() -> Iterator[tuple[str, str, str]]:
-    for row in _load("generate")["results"]:
-        figure = (
-            f"prefill {row['prefill_tokens_per_second']:.0f}, decode {row['decode_tokens_per_second']:.0f} tokens/s"
-        )
-        yield f"SmolLM2-135M through gRPC, {row['concurrency']} at once", figure, "generate"
+    results = _load("generate")
+    for ours in results["results"]:
+        figure = f"prefill {ours['prefill']:.0f}, decode {_rate(ours)} tokens/s"
+        peers = [row for row in results["peers"] if row["concurrency"] == ours["concurrency"]]
+        if peers:
+            figure += " (" + ", ".join(f"{row['system']} {row['prefill']:.0f} / {_rate(row)}" for row in peers) + ")"
+        busy = ", on a busy machine" if results["load_before"] > BUSY else ""
+        what = f"SmolLM2-135M through gRPC, {ours['concurrency']} at once{busy}"
+        yield what, figure, "generate --peers" if peers else "generate"
+
+
+def _rate(row: dict[str, Any]) -> str:
+    return "-" if row["decode"] is None else f"{row['decode']:.0f}"
