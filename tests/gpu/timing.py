@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import statistics
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +15,9 @@ from pagedkv.compute.cuda.backend import CudaBackend
 from pagedkv.compute.cuda.device import Device
 from tests.gpu.problem import Problem, batch_of
 
+_FASTEST_MEMSET = 8e12  # bytes a second that no device exceeds
+_MOST_FLUSHES = 400
+
 
 class Timer:
     """Times work on a device's compute stream, in seconds. To be used inside a job."""
@@ -22,19 +27,23 @@ class Timer:
         self._flush = device.scratch.empty((flush_bytes,), np.uint8)
         self._events = [device.driver.call("cuEventCreate", 0) for _ in range(2)]
 
-    def flush(self) -> None:
-        """Push everything out of the L2 cache, for long enough that the host runs ahead of the device."""
-        for value in (0, 1, 2):
-            args = (self._flush.pointer, value, self.flush_bytes, self.device.streams.compute)
+    def flush(self, times: int) -> None:
+        """Push everything out of the L2 cache, as often as it takes for the host to run ahead of the device."""
+        for value in range(times):
+            args = (self._flush.pointer, value % 256, self.flush_bytes, self.device.streams.compute)
             self.device.driver.call("cuMemsetD8Async", *args)
 
     def median(self, work: Callable[[], Any]) -> float:
-        """Return the median time of `work`, which enqueues on the compute stream; one run goes before."""
+        """Return the median time of `work`, which enqueues on the compute stream; two runs go before."""
         call, stream = self.device.driver.call, self.device.streams.compute
         work()
+        started = time.perf_counter()
+        work()
+        host_seconds = time.perf_counter() - started
+        times = min(_MOST_FLUSHES, max(3, math.ceil(2 * host_seconds * _FASTEST_MEMSET / self.flush_bytes)))
         samples = []
         for _ in range(self.repeats):
-            self.flush()
+            self.flush(times)
             call("cuEventRecord", self._events[0], stream)
             work()
             call("cuEventRecord", self._events[1], stream)
@@ -69,21 +78,29 @@ def attend_seconds(problem: Problem, flush_bytes: int, repeats: int, **backend_o
 
 def pool_seconds(
     problem: Problem, flush_bytes: int, repeats: int, **backend_options: Any
-) -> dict[str, tuple[float, int]]:
-    """Return time and bytes moved (read and written) of write_kv and copy_blocks over a whole pool."""
+) -> dict[str, tuple[float, float, int]]:
+    """Return the times of write_kv and copy_blocks over a whole pool, shuffled and in order, and the bytes they move.
+
+    Bytes moved are those read and those written. In order, neighbours go to neighbours.
+    """
     backend = CudaBackend(problem.layout, **backend_options)
     layout = backend.layout
     num_slots, half = layout.num_blocks * layout.block_size, layout.num_blocks // 2
 
-    def job() -> dict[str, tuple[float, int]]:
+    def job() -> dict[str, tuple[float, float, int]]:
         _clear_pool(backend)
-        rows = backend.from_host(np.zeros((num_slots, layout.shape.num_kv_heads, layout.shape.head_dim), np.float16))
-        slots = np.random.default_rng(0).permutation(num_slots)
-        copies = [(index, half + index) for index in range(half)]
+        shape = layout.shape
+        rows = backend.from_host(np.zeros((num_slots, shape.num_kv_heads, shape.head_dim), np.float16))
+        order, rng = np.arange(num_slots), np.random.default_rng(0)
+        slots = rng.permutation(num_slots)
+        targets = [half + int(index) for index in rng.permutation(half)]
         timer = Timer(backend.device, flush_bytes, repeats)
+        writes = [timer.median(lambda at=at: backend.write_kv(0, rows, rows, at)) for at in (slots, order)]
+        pairs = (list(enumerate(targets)), [(index, half + index) for index in range(half)])
+        copies = [timer.median(lambda at=at: backend.copy_blocks(at)) for at in pairs]
         return {
-            "write_kv": (timer.median(lambda: backend.write_kv(0, rows, rows, slots)), 2 * layout.pool_bytes),
-            "copy_blocks": (timer.median(lambda: backend.copy_blocks(copies)), 2 * half * layout.block_bytes),
+            "write_kv": (writes[0], writes[1], 2 * layout.pool_bytes),
+            "copy_blocks": (copies[0], copies[1], 2 * half * layout.block_bytes),
         }
 
     return _run(backend, job)

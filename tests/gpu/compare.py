@@ -1,0 +1,121 @@
+"""Every operation once on small data: what a device computes beside what the virtual GPU computes from the same PTX."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from pagedkv.compute.backend import AttentionBatch, AttentionParams, Rotation, WeightData
+from pagedkv.compute.cuda.backend import CudaBackend
+from pagedkv.compute.layout import KvLayout
+from pagedkv.config import KvShape
+from pagedkv.dtypes import DType
+
+Results = dict[str, np.ndarray]
+_DTYPES = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
+_SLOTS = np.array([5, 70, -1, 33, 34, 35, 36, 90, 6, 7, 8, 127, 0, 1], np.int64)
+_COPIES = [(0, 7), (7, 0), (2, 3), (4, 6)]  # one pair swapped, as if all sources were read first
+
+
+def compare(options: dict[str, Any], reference: dict[str, Any]) -> list[dict[str, Any]]:
+    """Run all operations on both; a row each with the error and whether it is within its tolerance.
+
+    Bytes that are only moved or converted must be equal; float32 arithmetic may differ by what exp2, sin and the
+    order of sums cost; tensor cores and 16-bit products by 2e-3.
+    """
+    rows = []
+    actual, wanted = results(options), results(reference)
+    for name, want in wanted.items():
+        got = actual[name]
+        error = _error(got, want)
+        tolerance = 0.0 if want.dtype == np.uint8 else 2e-3 if "tensor" in name or "16" in name else 1e-5
+        rows.append({"operation": name, "error": error, "ok": bool(got.shape == want.shape and error <= tolerance)})
+    return rows
+
+
+def _error(got: np.ndarray, want: np.ndarray) -> float:
+    if got.shape != want.shape or np.isnan(got.astype(np.float64)).any():
+        return float("inf")
+    difference = np.abs(got.astype(np.float64) - want.astype(np.float64))
+    return float(difference.max() / max(1.0, np.abs(want.astype(np.float64)).max()))
+
+
+def results(options: dict[str, Any]) -> Results:
+    """Return every operation's result by name."""
+    found: Results = {}
+    for dtype in _DTYPES:
+        for cores in (False, True) if dtype is not DType.FLOAT32 else (False,):
+            found |= _run(dtype, {**options, "tensor_cores": cores}, _pool_results, f"{dtype}{' tensor' * cores}")
+    return found | _run(DType.FLOAT32, options, _dense_results, "float32")
+
+
+def _run(dtype: DType, options: dict[str, Any], job: Any, label: str) -> Results:
+    backend = CudaBackend(KvLayout(KvShape(2, 8, 2, 64, dtype), 8, 16), min_partition=16, **options)
+    try:
+        found: Results = backend.submit(lambda: job(backend)).result()
+    finally:
+        backend.close()
+    return {f"{name} {label}": array for name, array in found.items()}
+
+
+def _floats(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(np.float32)
+
+
+def _pool_results(backend: CudaBackend) -> Results:
+    layout = backend.layout
+    for block_id in range(layout.num_blocks):
+        backend.write_block(block_id, np.zeros(layout.block_bytes, np.uint8))
+    rotation = Rotation((10_000.0 ** (-np.arange(32) / 32)).astype(np.float32), interleaved=False)
+    for layer in (0, 1):
+        keys, values = (backend.from_host(_floats(128, 2, 64, seed=layer + side)) for side in (0, 5))
+        backend.write_kv(layer, keys, values, np.random.default_rng(layer).permutation(128))
+        keys, values = (backend.from_host(_floats(len(_SLOTS), 2, 64, seed=layer + side)) for side in (9, 11))
+        backend.write_kv(layer, keys, values, _SLOTS)
+    found = {f"write_kv block {block_id}": backend.read_block(block_id) for block_id in (0, 2, 5)}
+    backend.copy_blocks(_COPIES)
+    found |= {f"copy_blocks block {target}": backend.read_block(target) for _, target in _COPIES}
+    tables = np.random.default_rng(3).permutation(8).astype(np.int32).reshape(2, 4)
+    for name, context, queries in (("decode", (50, 17), (1, 1)), ("prefill", (64, 40), (30, 7))):
+        starts = np.array([0, queries[0], sum(queries)], np.int32)
+        batch = AttentionBatch(tables, np.array(context, np.int32), starts)
+        query = backend.from_host(_floats(sum(queries), 8, 64, seed=4))
+        for window in (None, 20):
+            result = backend.attend(1, query, batch, AttentionParams(window=window, soft_cap=30.0))
+            found[f"{name} window {window} output"] = backend.to_host(result.output)
+            found[f"{name} window {window} lse"] = backend.to_host(result.lse)
+    q, k, v = (backend.from_host(_floats(3, heads, 64, seed=6)) for heads in (8, 2, 2))
+    backend.rope_write_kv(0, q, k, v, np.array([5, 900, 0], np.int32), np.array([3, -1, 40], np.int64), rotation)
+    return found | {"rope_write_kv query": backend.to_host(q), "rope_write_kv key": backend.to_host(k)}
+
+
+def _dense_results(backend: CudaBackend) -> Results:
+    def tensor(*shape: int, seed: int = 0) -> Any:
+        return backend.from_host(_floats(*shape, seed=seed))
+
+    weight, x = tensor(64, seed=1), tensor(5, 64)
+    table = backend.load_weight(WeightData("F16", (40, 64), _floats(40, 64).astype(np.float16).view(np.uint8)))
+    total = tensor(5, 64, seed=2)
+    rotated = tensor(5, 2, 64, seed=3)
+    rotation = Rotation((10_000.0 ** (-np.arange(32) / 32)).astype(np.float32), interleaved=True)
+    backend.rope(rotated, np.array([0, 1, 7, 63, 2000], np.int32), rotation)
+    merged = backend.merge_states(tensor(3, 5, 8, 64), tensor(3, 5, 8))
+    left, right = backend.split(x, (24, 40))
+    found = {
+        "rms_norm": backend.rms_norm(x, weight, 1e-5),
+        "add_rms_norm": backend.add_rms_norm(total, x, weight, 1e-5),
+        "add": total,
+        "silu_mul": backend.silu_mul(x, tensor(5, 64, seed=4)),
+        "rope": rotated,
+        "merge_states output": merged.output,
+        "merge_states lse": merged.lse,
+        "split left": left,
+        "split right": right,
+        "embedding": backend.embedding(table, np.array([39, 0, 7], np.int32)),
+        "take_rows": backend.take_rows(x, np.array([4, 0, 4], np.int32)),
+    }
+    if backend._cublas is not None:
+        found["linear 16-bit weights"] = backend.linear(x, table)
+        found["linear"] = backend.linear(x, tensor(40, 64, seed=5))
+    return {name: backend.to_host(array) for name, array in found.items()}
