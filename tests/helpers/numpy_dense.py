@@ -43,8 +43,15 @@ class NumpyBackend:
             future.set_exception(error)
         return future
 
-    def repeat(self, shape: Any, inputs: Sequence[Any], body: Callable[[Sequence[Any]], Any]) -> Any:
-        return body(inputs)
+    def repeat(
+        self,
+        shape: Any,
+        inputs: Sequence[Any],
+        body: Callable[[Sequence[Any]], Any],
+        finish: Callable[[Any], Any] = lambda result: result,
+        padding: Sequence[int] = (),
+    ) -> Any:
+        return finish(body(inputs))
 
     def from_host(self, array: Any) -> Any:
         return array

@@ -67,7 +67,7 @@ def test_repeated_decode_step_gives_the_bits_of_operations_one_by_one(model, bac
     rng = np.random.default_rng(num_sequences)
     steps = [make_step(list(rng.integers(1, 5 * BLOCK_SIZE, num_sequences)), seed) for seed in range(4)]
     with monkeypatch.context() as plain:
-        plain.setattr(backend, "repeat", lambda shape, inputs, body: body(inputs))
+        plain.setattr(backend, "repeat", lambda shape, inputs, body, finish, padding: finish(body(inputs)))
         fill_pool(backend)
         expected = [model.decoder.forward(step).copy() for step in steps]
         expected_pool = pool_bytes(backend)
@@ -83,7 +83,7 @@ def test_repeated_decode_step_of_a_long_context_takes_new_parts(model, backend, 
     model.decoder.forward(make_step([3]))
     step = make_step([NUM_BLOCKS * BLOCK_SIZE - 1])
     repeated = model.decoder.forward(dataclasses.replace(step)).copy()
-    monkeypatch.setattr(backend, "repeat", lambda shape, inputs, body: body(inputs))
+    monkeypatch.setattr(backend, "repeat", lambda shape, inputs, body, finish, padding: finish(body(inputs)))
     np.testing.assert_array_equal(model.decoder.forward(step), repeated)
 
 

@@ -193,12 +193,20 @@ class Backend(KvOps, DenseOps, Protocol):
         """
 
     def repeat(
-        self, shape: Hashable, inputs: Sequence[npt.NDArray[Any]], body: Callable[[Sequence[npt.NDArray[Any]]], T]
-    ) -> T:
-        """Return body(inputs): operations whose shapes and scalars depend on `shape` and the inputs' shapes alone.
+        self,
+        shape: Hashable,
+        inputs: Sequence[npt.NDArray[Any]],
+        body: Callable[[Sequence[npt.NDArray[Any]]], Tensor],
+        finish: Callable[[Tensor], Tensor] = ...,
+        padding: Sequence[int] = (),
+    ) -> Tensor:
+        """Return finish(body(inputs)): operations whose shapes and scalars depend on `shape` and the inputs' alone.
 
-        A backend may record what the first call does and repeat the record, so `body` keeps nothing and reads the
-        arrays it is given. The result is valid until the next call.
+        A backend may record what the first call does and repeat the record, so both keep nothing and `body` reads
+        the arrays it is given. It may leave `finish` (by default nothing) out of the record, whose result can be
+        large. Inputs and result are [num_rows, ...]; with `padding`, a value for each input, a backend may append
+        rows of these values, in which a context length of 0 stands for no sequence, and drops their results. The
+        result is valid until the next call.
         """
 
     def from_host(self, array: npt.NDArray[Any]) -> Tensor:

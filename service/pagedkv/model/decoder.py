@@ -13,7 +13,8 @@ from pagedkv.compute.backend import AttentionBatch, AttentionParams, Backend, In
 from pagedkv.model.config import ModelConfig
 from pagedkv.model.weights import DecoderWeights, LayerWeights, Projection
 
-_TABLE_STEP: Final = 32  # blocks
+_LEAST_WIDTH: Final = 32  # blocks
+_PADDING: Final = (0, 0, -1, 0, 0)  # what `StepInput.arrays` hold where there is no sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +36,9 @@ class StepInput:
         return np.array_equal(self.batch.query_starts, every_row) and np.array_equal(self.logit_rows, every_row[:-1])
 
     def arrays(self) -> list[npt.NDArray[Any]]:
-        """Return a decode step's values; the width of its block tables is rounded up, so that few shapes occur."""
+        """Return a decode step's values; its block tables' width is rounded to powers of two: few shapes occur."""
         tables = self.batch.block_tables
-        missing = -tables.shape[1] % _TABLE_STEP
+        missing = max(_LEAST_WIDTH, 1 << (tables.shape[1] - 1).bit_length()) - tables.shape[1]
         padded = np.pad(tables, ((0, 0), (0, missing))) if missing else tables
         return [self.token_ids, self.positions, self.slot_mapping, padded, self.batch.context_lens]
 
@@ -66,13 +67,18 @@ class Decoder:
             self._ops.copy_blocks(step.copies)
         if not step.is_decode:
             return self._logits(self._hidden(step), len(step.logit_rows))
-        hidden = self._ops.repeat("decode", step.arrays(), lambda arrays: self._hidden(StepInput.of_arrays(arrays)))
-        return self._logits(hidden, len(step.logit_rows))
+        return self._ops.repeat((self, "decode"), step.arrays(), self._decode, self._project_to_logits, _PADDING)
+
+    def _decode(self, arrays: Sequence[npt.NDArray[Any]]) -> Tensor:
+        return self._hidden(StepInput.of_arrays(arrays))
+
+    def _project_to_logits(self, hidden: Tensor) -> Tensor:
+        return self._ops.linear(hidden, self._weights.head)
 
     def _logits(self, hidden: Tensor, num_rows: int) -> Tensor:
         if not num_rows:
             return self._ops.from_host(np.empty((0, self.config.vocab_size), np.float32))
-        return self._ops.linear(hidden, self._weights.head)
+        return self._project_to_logits(hidden)
 
     def _hidden(self, step: StepInput) -> Tensor:
         """Write the step's keys and values; return the normalised last states of the rows asked for, None if none."""

@@ -25,7 +25,8 @@ class CpuBackend(CpuKvOps, CpuDenseOps):
     """A page pool in host memory with its kernels and its ordered queue.
 
     `num_threads` None means the cores this process may use (affinity and control groups respected). `isa` forces
-    "avx512", "avx2" or "portable". `on_compile(done, total, name)` hears about every kernel that `warm_up` prepares.
+    "avx512", "avx2" or "portable". `activations` is what linear layers round their inputs to, see CpuDenseOps.
+    `on_compile(done, total, name)` hears about every kernel that `warm_up` prepares.
     `num_host_blocks` are there to swap to.
     """
 
@@ -39,12 +40,13 @@ class CpuBackend(CpuKvOps, CpuDenseOps):
         on_compile: Callable[[int, int, str], None] | None = None,
         isa: str | None = None,
         num_host_blocks: int = 0,
+        activations: str = "float32",
     ) -> None:
         require(num_threads is None or num_threads >= 1, "num_threads", "must be at least 1", num_threads, 1)
         chosen = choose_isa(isa)
         workers = WorkerPool(num_threads)
         CpuKvOps.__init__(self, layout, chosen, workers, num_host_blocks)
-        CpuDenseOps.__init__(self, chosen, workers)
+        CpuDenseOps.__init__(self, chosen, workers, activations=activations)
         self._programs = Programs(workers)
         self._on_compile = on_compile
         self._queue = DeviceQueue("pagedkv-cpu")
@@ -75,11 +77,15 @@ class CpuBackend(CpuKvOps, CpuDenseOps):
         self.write_kv(layer, keys, values, slot_mapping)
 
     def repeat(
-        self, shape: Hashable, inputs: Sequence[npt.NDArray[Any]], body: Callable[[Sequence[npt.NDArray[Any]]], T]
-    ) -> T:
-        """See Backend.repeat."""
-        result: T = self._programs.run(shape, inputs, body)
-        return result
+        self,
+        shape: Hashable,
+        inputs: Sequence[npt.NDArray[Any]],
+        body: Callable[[Sequence[npt.NDArray[Any]]], Any],
+        finish: Callable[[Any], Any] = lambda result: result,
+        padding: Sequence[int] = (),
+    ) -> Any:
+        """See Backend.repeat; nothing is padded, and `finish` is not recorded."""
+        return finish(self._programs.run(shape, inputs, body))
 
     def warm_up(self) -> None:
         """Compile, or load from disk, every kernel that this layout and the weights loaded so far need."""

@@ -48,6 +48,13 @@ class DeviceArray:
         assert math.prod(full) == self.size, f"{self.shape} cannot become {shape}"
         return DeviceArray(self.pointer, full, self.dtype, self.owner)
 
+    def __getitem__(self, rows: slice) -> DeviceArray:
+        """Return neighbouring entries [start, stop) of the first axis: the same memory."""
+        start, stop, step = rows.indices(len(self))
+        assert step == 1, "only neighbouring entries"
+        offset = start * (self.nbytes // max(1, len(self)))
+        return DeviceArray(self.pointer + offset, (max(0, stop - start), *self.shape[1:]), self.dtype, self.owner)
+
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
         return {

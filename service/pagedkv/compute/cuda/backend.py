@@ -13,6 +13,7 @@ from pagedkv.compute.cuda.array import DeviceArray
 from pagedkv.compute.cuda.compiler import Compiler
 from pagedkv.compute.cuda.dense_ops import CudaDenseOps
 from pagedkv.compute.cuda.device import Device
+from pagedkv.compute.cuda.graphs import StepGraphs
 from pagedkv.compute.cuda.host_pool import HostPool
 from pagedkv.compute.cuda.kernels import all_variants
 from pagedkv.compute.layout import KvLayout
@@ -27,8 +28,9 @@ class CudaBackend(CudaDenseOps):
 
     `driver_module` and `cublas` stand in for `cuda.bindings.driver` and `nvmath.bindings.cublas`; `emit_ptx` is for
     drivers that take no CUBIN. `weight_dtype` is what quantised weights become; `on_compile(done, total, name)` hears
-    of every kernel that `warm_up` compiles. `num_host_blocks` are there to swap to. Raises DeviceError where there is
-    no device, no compiler or not enough memory, UnsupportedModel for a storage type without kernels.
+    of every kernel that `warm_up` compiles. `num_host_blocks` are there to swap to. Repeated steps of up to
+    `max_graph_rows` rows become CUDA graphs. Raises DeviceError where there is no device, no compiler or not enough
+    memory, UnsupportedModel for a storage type without kernels.
     """
 
     name = "cuda"
@@ -47,12 +49,14 @@ class CudaBackend(CudaDenseOps):
         weight_dtype: DType = DType.FLOAT16,
         on_compile: Callable[[int, int, str], None] = lambda done, total, name: None,
         num_host_blocks: int = 0,
+        max_graph_rows: int = 64,
     ) -> None:
         device = Device(driver_module, ordinal=ordinal, compiler=compiler, emit_ptx=emit_ptx)
         try:
             super().__init__(device, layout, min_partition=min_partition, tensor_cores=tensor_cores)
             self.host_pool = HostPool(device, self.pool, num_host_blocks)
             self.open_cublas(cublas, weight_dtype)
+            self.graphs = StepGraphs(device, max_graph_rows)
         except BaseException:
             device.close()
             raise
@@ -68,10 +72,15 @@ class CudaBackend(CudaDenseOps):
         return self.device.queue.submit(run)
 
     def repeat(
-        self, shape: Hashable, inputs: Sequence[npt.NDArray[Any]], body: Callable[[Sequence[npt.NDArray[Any]]], T]
-    ) -> T:
-        """See `Backend.repeat`."""
-        return body(inputs)
+        self,
+        shape: Hashable,
+        inputs: Sequence[npt.NDArray[Any]],
+        body: Callable[[Sequence[npt.NDArray[Any]]], DeviceArray],
+        finish: Callable[[DeviceArray], DeviceArray] = lambda result: result,
+        padding: Sequence[int] = (),
+    ) -> DeviceArray:
+        """See `Backend.repeat`; captured as a CUDA graph, `finish` with it."""
+        return self.graphs.run(shape, inputs, padding, lambda arrays: finish(body(arrays)))
 
     @property
     def num_host_blocks(self) -> int:
@@ -124,6 +133,7 @@ class CudaBackend(CudaDenseOps):
             return
         with self.device.failing_quietly():
             self.device.context.bind()
+            self.graphs.release()
             self.close_cublas()
             self.pool.release()
             self.host_pool.release()

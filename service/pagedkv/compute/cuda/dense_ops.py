@@ -73,9 +73,7 @@ class CudaDenseOps(CudaKvOps):
     def _gather(self, table: DeviceArray, rows: Int32Array, width: int) -> DeviceArray:
         code = require_array(table, "table")
         if len(rows):
-            limit = len(table)
-            fits = int(rows.min()) >= 0 and int(rows.max()) < limit
-            require(fits, "rows", f"must be in [0, {limit})", (int(rows.min()), int(rows.max())), limit - 1)
+            self.device.check(("rows", id(rows), len(table)), lambda: _check_rows(rows, len(table)))
         y = self.device.scratch.empty((len(rows), width), np.float32)
         if len(rows):
             index = self.device.input(rows, np.int32)
@@ -195,6 +193,11 @@ class CudaDenseOps(CudaKvOps):
             pointers = (logits.pointer, inputs[0].pointer, inputs[1].pointer, tokens.pointer)
             self.device.launch(plain_variant("sample"), (num_rows, 1, 1), *pointers, vocab_size)
         return tokens
+
+
+def _check_rows(rows: Int32Array, limit: int) -> None:
+    low, high = int(rows.min()), int(rows.max())
+    require(low >= 0 and high < limit, "rows", f"must be in [0, {limit})", (low, high), limit - 1)
 
 
 def _dequantize(weight: WeightData) -> npt.NDArray[np.float32]:

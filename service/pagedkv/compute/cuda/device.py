@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,10 @@ from pagedkv.compute.cuda.array import DeviceArray, PinnedMemory, ScratchMemory
 from pagedkv.compute.cuda.compiler import Compiler, Target, choose_target
 from pagedkv.compute.cuda.driver import Context, Driver, Function, require_driver
 from pagedkv.compute.cuda.kernels import Variant
+from pagedkv.compute.cuda.recording import Recording
 from pagedkv.compute.cuda.streams import Events, JobQueue, StreamPair
 from pagedkv.config import require
+from pagedkv.errors import DeviceError
 
 ARRAY_CODES = {np.dtype(np.float32): 0, np.dtype(np.float16): 1, np.dtype(ml_dtypes.bfloat16): 2}
 STAGING_LIMIT = 32 << 20  # bytes a job stages in pinned memory; beyond it copies go from pageable memory, in order
@@ -55,11 +57,13 @@ class Device:
         self.events = Events(self.context)
         self.streams = StreamPair(self.context, self.events)
         self.scratch, self.pinned = ScratchMemory(self.context), PinnedMemory(self.context)
+        self._lasting = self.scratch  # for uploads: no replay of a recorded step writes to it
         self.queue = JobQueue(self.context, self.streams, self.events)
         self._functions: dict[Variant, Function] = {}
         self._modules: list[Any] = []
         self._inputs: dict[int, tuple[Any, DeviceArray]] = {}
         self._staged_bytes = 0
+        self.recording: Recording | None = None  # of the step that is running
         self.is_closed = False
 
     def begin_job(self) -> None:
@@ -88,13 +92,18 @@ class Device:
     def upload(self, array: npt.NDArray[Any]) -> DeviceArray:
         """Copy a host array to the device; the host array may be changed at once."""
         source = np.ascontiguousarray(array)
-        target = self.scratch.empty(array.shape, source.dtype)
+        return self._upload(source) if self.recording is None else self.recording.constant(source, self._upload)
+
+    def _upload(self, source: npt.NDArray[Any]) -> DeviceArray:
+        target = self._lasting.empty(source.shape, source.dtype)
         if source.nbytes:
             self.copy_in(target.pointer, source, self.streams.compute)
         return target
 
     def copy_in(self, pointer: int, source: npt.NDArray[Any], stream: Any) -> None:
         """Enqueue a copy of a contiguous host array to the device; its content is read before this returns."""
+        if self.recording is not None and self.recording.is_capturing:
+            raise DeviceError("a repeated step takes nothing from the host but its inputs")
         self._staged_bytes += source.nbytes
         if self._staged_bytes > STAGING_LIMIT:
             self.driver.call("cuMemcpyHtoDAsync", pointer, source.ctypes.data, source.nbytes, stream)
@@ -109,7 +118,10 @@ class Device:
         key = id(array)
         if key not in self._inputs:
             self._inputs[key] = (array, self.upload(np.asarray(array, dtype=dtype)))
-        return self._inputs[key][1]
+        found = self._inputs[key][1]
+        if found.dtype != dtype:  # an input of a repeated step lies there as it was given
+            raise DeviceError(f"a repeated step needs an input as {np.dtype(dtype)}, it is {found.dtype}")
+        return found
 
     def derived(self, key: object, make: Callable[[], npt.NDArray[Any]]) -> DeviceArray:
         """Upload what `make` computes from `key`, once a job."""
@@ -117,8 +129,29 @@ class Device:
             self._inputs[id(key)] = (key, self.upload(make()))
         return self._inputs[id(key)][1]
 
+    def check(self, key: Hashable, check: Callable[[], None]) -> None:
+        """Run a check of host arrays, which in a recorded step is run before each repetition, once for each key."""
+        if self.recording is None:
+            check()
+        else:
+            self.recording.check(key, check)
+
+    @contextmanager
+    def recorded(
+        self, recording: Recording, inputs: dict[int, tuple[Any, DeviceArray]], scratch: ScratchMemory
+    ) -> Iterator[None]:
+        """Let operations note what they do in `recording`, find `inputs` on the device, and work in `scratch`."""
+        before = self.recording, self._inputs, self.scratch
+        self.recording, self._inputs, self.scratch = recording, inputs, scratch
+        try:
+            yield
+        finally:
+            self.recording, self._inputs, self.scratch = before
+
     def copy_out(self, pointer: int, target: npt.NDArray[Any], stream: Any) -> None:
         """Enqueue a copy to a host array, which is valid when the job is complete."""
+        if self.recording is not None:
+            raise DeviceError("a repeated step returns nothing to the host")
         nbytes = target.nbytes
         if not nbytes:
             return
