@@ -9,6 +9,7 @@ from pagedkv.errors import InvalidArgument
 
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
+PREEMPTION_MODES = ("recompute", "swap")
 
 
 def require(condition: bool, field: str, message: str, value: object, limit: object = None) -> None:
@@ -84,18 +85,23 @@ class EngineConfig:
 
     `max_batch_tokens` bounds the tokens computed in one step; longer prompts are computed in chunks over several
     steps, between which running requests keep decoding. `max_model_len` None means the model's own context length.
+    `preemption` says what becomes of a request whose blocks are taken: "recompute" computes its tokens again, "swap"
+    keeps its blocks in the host pool and recomputes only where that is full.
     """
 
     max_num_seqs: int = 64
     max_batch_tokens: int = 512
     max_waiting: int = 1024
     max_model_len: int | None = None
+    preemption: str = "recompute"
 
     def __post_init__(self) -> None:
         for field in ("max_num_seqs", "max_batch_tokens", "max_waiting"):
             require(getattr(self, field) >= 1, field, "must be at least 1", getattr(self, field), 1)
         limit = self.max_model_len
         require(limit is None or limit >= 2, "max_model_len", "must be at least 2", limit, 2)
+        known = self.preemption in PREEMPTION_MODES
+        require(known, "preemption", f"must be one of {PREEMPTION_MODES}", self.preemption)
         require(
             self.max_batch_tokens >= self.max_num_seqs,
             "max_batch_tokens",

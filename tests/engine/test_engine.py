@@ -162,14 +162,15 @@ async def test_sd08_a_stream_waits_at_most_one_step_while_prompts_keep_arriving(
 @pytest.mark.parametrize("after", [1, 15, 16, 17, 60])
 @pytest.mark.parametrize("times", [1, 3])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-async def test_sd09_sd12_preemption_changes_no_token_and_no_text(after, times, temperature):
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+async def test_sd09_sd12_preemption_changes_no_token_and_no_text(after, times, temperature, mode):
     script = ScriptedDecoder(
         lambda token_id, position: np.sin(np.arange(VOCAB_SIZE, dtype=np.float32) * (position + 1))
     )
     sampling = {"max_tokens": 80, "temperature": temperature, "seed": 7, "ignore_eos": True}
     async with scripted_engine(decoder=ScriptedDecoder(script.next_token)) as (engine, _, _):
         expected = await collect(submit(engine, make_prompt(9), **sampling))
-    async with scripted_engine(decoder=script) as (engine, _, _):
+    async with scripted_engine(decoder=script, num_host_blocks=16, preemption=mode) as (engine, _, _):
         scheduler, left = engine._scheduler, times
 
         def preempt_when_due():

@@ -22,9 +22,22 @@ VOCAB_SIZE = 256
 
 
 class InlineBackend:
-    """Runs each job at once, on the caller's thread."""
+    """Runs each job at once, on the caller's thread. Holds a token a slot, for decoders that look at the pool."""
 
     name = "cpu"
+
+    def __init__(self, num_blocks: int, block_size: int, num_host_blocks: int) -> None:
+        self.layout = SimpleNamespace(block_bytes=8 * block_size)
+        self.pool = np.full((num_blocks, block_size), -1, np.int64)
+        self.host_pool = np.full((num_host_blocks, block_size), -1, np.int64)
+
+    def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
+        for device, host in pairs:
+            self.host_pool[host] = self.pool[device]
+
+    def swap_in(self, pairs: Sequence[tuple[int, int]]) -> None:
+        for device, host in pairs:
+            self.pool[device] = self.host_pool[host]
 
     def submit(self, job: Callable[[], Any]) -> Future[Any]:
         future: Future[Any] = Future()
@@ -50,6 +63,7 @@ class ScriptedDecoder:
     next_token: Callable[[int, int], int | np.ndarray] = hashed_next_token
     steps: list[Any] = field(default_factory=list)
     before_step: Callable[[Any], None] = lambda step: None
+    backend: Any = None
 
     def forward(self, step: Any) -> np.ndarray:
         self.before_step(step)
@@ -62,6 +76,42 @@ class ScriptedDecoder:
             else:
                 out[chosen] = 20.0
         return logits
+
+
+def next_of_context(token_ids: Sequence[int]) -> int:
+    """A token that changes with any token of the context, and with their order."""
+    value = 7
+    for token_id in token_ids:
+        value = (value * 31 + token_id + 1) % 1_000_003
+    return 97 + value % 26
+
+
+class PagedDecoder(ScriptedDecoder):
+    """Keeps every token in its slot of the pool and reads its context there: a wrong block is a wrong token."""
+
+    def forward(self, step: Any) -> np.ndarray:
+        self.before_step(step)
+        self.steps.append(step)
+        pool = self.backend.pool
+        for source, target in step.copies:
+            pool[target] = pool[source]
+        pool.reshape(-1)[step.slot_mapping] = step.token_ids
+        logits = np.zeros((len(step.logit_rows), VOCAB_SIZE), dtype=np.float32)
+        ends = step.batch.query_starts[1:] - 1
+        for out, row in zip(logits, step.logit_rows, strict=True):
+            index = int(np.flatnonzero(ends == row)[0])
+            length = int(step.batch.context_lens[index])
+            blocks = step.batch.block_tables[index][: -(-length // pool.shape[1])]
+            out[next_of_context(pool[blocks].reshape(-1)[:length].tolist())] = 20.0
+        return logits
+
+
+def walk(prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """Return what a PagedDecoder generates, undisturbed."""
+    token_ids = list(prompt)
+    for _ in range(num_tokens):
+        token_ids.append(next_of_context(token_ids))
+    return token_ids[len(prompt) :]
 
 
 class ByteTokenizer:
@@ -88,6 +138,7 @@ async def scripted_engine(
     *,
     num_blocks: int = 64,
     block_size: int = 16,
+    num_host_blocks: int = 0,
     decoder: ScriptedDecoder | None = None,
     tokenizer: ByteTokenizer | None = None,
     eos_token_ids: Sequence[int] = (0,),
@@ -96,10 +147,11 @@ async def scripted_engine(
     **limits: Any,
 ) -> AsyncIterator[tuple[Engine, CacheManager, ScriptedDecoder]]:
     """Run an engine; at the end its cache must be clean and sound."""
-    cache = CacheManager(CacheConfig(num_blocks=num_blocks, block_size=block_size))
+    cache = CacheManager(CacheConfig(num_blocks=num_blocks, block_size=block_size, num_host_blocks=num_host_blocks))
     decoder = decoder or ScriptedDecoder()
+    decoder.backend = InlineBackend(num_blocks, block_size, num_host_blocks)
     engine = Engine(
-        backend=InlineBackend(),  # type: ignore[arg-type]
+        backend=decoder.backend,  # type: ignore[arg-type]
         cache=cache,
         decoder=decoder,  # type: ignore[arg-type]
         tokenizer=tokenizer or ByteTokenizer(),  # type: ignore[arg-type]
@@ -121,6 +173,7 @@ def assert_clean(cache: CacheManager) -> None:
     """No generation holds a block, and the tables, counts and hashes agree."""
     usage = cache.usage()
     assert usage.free + usage.cached == usage.total, usage
+    assert usage.host_free == usage.host_total, usage
     assert not cache.sequence_ids()
     report = cache.audit()
     assert report.ok, report.findings

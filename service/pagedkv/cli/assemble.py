@@ -61,7 +61,7 @@ class Service:
                 decoder=self.model.decoder,
                 tokenizer=self.model.tokenizer,
                 model_config=self.model.config,
-                config=_engine_config(self.options),
+                config=_engine_config(self.options, self.backend.num_host_blocks),
                 observer=metrics.engine_observer,
             )
             metrics.watch_engine(self.engine)
@@ -120,6 +120,7 @@ def build_service(
             block_size=layout.block_size,
             num_layers=shape.num_layers,
             max_sequence_tokens=_sequence_limit(options, config),
+            num_host_blocks=backend.num_host_blocks,
         )
     )
     return Service(options, layout, backend, model, cache)
@@ -139,8 +140,9 @@ def _sequence_limit(options: ServeOptions, config: ModelConfig | None) -> int | 
     return min((limit for limit in limits if limit is not None), default=None)
 
 
-def _engine_config(options: ServeOptions) -> EngineConfig:
+def _engine_config(options: ServeOptions, num_host_blocks: int) -> EngineConfig:
     return EngineConfig(
+        preemption=options.preemption or ("swap" if num_host_blocks else "recompute"),
         max_num_seqs=options.max_num_seqs,
         max_batch_tokens=options.max_batch_tokens,
         max_model_len=options.max_model_len,

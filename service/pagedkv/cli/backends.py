@@ -40,9 +40,11 @@ def open_backend(options: ServeOptions, shape: KvShape, on_compile: OnProgress, 
 def open_cpu(options: ServeOptions, shape: KvShape, on_compile: OnProgress, say: Say, reason: str) -> CpuBackend:
     """Open the CPU backend; a share of --memory is one of what this process may still take."""
     layout = size_pool(options, shape, available_memory() or 0)
-    backend = CpuBackend(layout, num_threads=options.threads, on_compile=on_compile)
+    num_host_blocks = size_host_pool(options, layout.block_bytes)
+    backend = CpuBackend(layout, num_threads=options.threads, on_compile=on_compile, num_host_blocks=num_host_blocks)
     say(f"[bold]backend[/]  cpu, {backend.isa}, {backend.num_threads} threads ({escape(reason)})")
     say(_describe_pool(layout))
+    _say_host_pool(backend, say)
     return backend
 
 
@@ -53,10 +55,16 @@ def open_cuda(options: ServeOptions, shape: KvShape, on_compile: OnProgress, say
     """
     libraries = {name: stand_ins.get(name) for name in ("driver_module", "cublas")}
     check_cuda(needs_cublas=options.model is not None, **libraries)
-    backend = open_cuda_backend(lambda free: size_pool(options, shape, free), on_compile=on_compile, **stand_ins)
+    backend = open_cuda_backend(
+        lambda free: size_pool(options, shape, free),
+        on_compile=on_compile,
+        num_host_blocks=size_host_pool(options, KvLayout(shape, 1, options.block_size).block_bytes),
+        **stand_ins,
+    )
     info, reason = backend.device.context.info, "as asked" if options.backend == "cuda" else "it is there"
     say(f"[bold]backend[/]  cuda, {escape(info.name)}, sm_{info.capability[0]}{info.capability[1]} ({reason})")
     say(f"{_describe_pool(backend.layout)}; {backend.pool.free_bytes_left / _GIB:.2f} GiB of the device are left")
+    _say_host_pool(backend, say)
     return backend
 
 
@@ -74,6 +82,30 @@ def size_pool(options: ServeOptions, shape: KvShape, available_bytes: int) -> Kv
             limit=block_bytes,
         )
     return KvLayout(shape, pool_bytes // block_bytes, options.block_size)
+
+
+def size_host_pool(options: ServeOptions, block_bytes: int) -> int:
+    """Return the host blocks to swap to: --swap-blocks, or as many as fit --swap-memory, else none.
+
+    Raises InvalidArgument for memory that holds no block.
+    """
+    if options.swap_blocks is not None or options.swap_memory is None:
+        return options.swap_blocks or 0
+    host_bytes = parse_memory(options.swap_memory, available_memory() or 0, "swap_memory")
+    if host_bytes < block_bytes:
+        raise InvalidArgument(
+            f"{host_bytes} bytes do not hold one block of {block_bytes} bytes; raise --swap-memory",
+            field="swap_memory",
+            value=options.swap_memory,
+            limit=block_bytes,
+        )
+    return host_bytes // block_bytes
+
+
+def _say_host_pool(backend: CpuBackend | CudaBackend, say: Say) -> None:
+    if backend.num_host_blocks:
+        num_bytes = backend.num_host_blocks * backend.layout.block_bytes
+        say(f"[bold]swap[/]     {backend.num_host_blocks} host blocks, {num_bytes / _GIB:.2f} GiB")
 
 
 def _describe_pool(layout: KvLayout) -> str:

@@ -41,6 +41,20 @@ Blocks = Annotated[int | None, typer.Option(envvar="PAGEDKV_BLOCKS", help="Block
 Memory = Annotated[
     str, typer.Option(envvar="PAGEDKV_MEMORY", help='Pool size: "2GiB", or a share of the free memory, "0.5".')
 ]
+SwapBlocks = Annotated[
+    int | None, typer.Option(envvar="PAGEDKV_SWAP_BLOCKS", help="Host blocks to swap to; wins over --swap-memory.")
+]
+SwapMemory = Annotated[
+    str | None,
+    typer.Option(envvar="PAGEDKV_SWAP_MEMORY", help='Host memory to swap to, as --memory: "512MiB" (default: none).'),
+]
+Preemption = Annotated[
+    str | None,
+    typer.Option(
+        envvar="PAGEDKV_PREEMPTION",
+        help="When blocks run out: recompute or swap (default: swap if there is host memory to swap to).",
+    ),
+]
 BlockSize = Annotated[int, typer.Option(envvar="PAGEDKV_BLOCK_SIZE", help="Tokens a block: 8, 16, 32, 64 or 128.")]
 KvDType = Annotated[DType, typer.Option("--dtype", envvar="PAGEDKV_DTYPE", help="How K and V are stored.")]
 MaxModelLen = Annotated[
@@ -70,6 +84,9 @@ def serve(
     backend: BackendName = "auto",
     blocks: Blocks = None,
     memory: Memory = "1GiB",
+    swap_blocks: SwapBlocks = None,
+    swap_memory: SwapMemory = None,
+    preemption: Preemption = None,
     block_size: BlockSize = 16,
     dtype: KvDType = DType.FLOAT32,
     max_model_len: MaxModelLen = None,
@@ -95,6 +112,9 @@ def serve(
             backend=backend,
             blocks=blocks,
             memory=memory,
+            swap_blocks=swap_blocks,
+            swap_memory=swap_memory,
+            preemption=preemption,
             block_size=block_size,
             dtype=dtype,
             max_model_len=max_model_len,

@@ -10,7 +10,7 @@ from typing import Any
 
 import typer
 
-from pagedkv.config import KvShape, require
+from pagedkv.config import PREEMPTION_MODES, KvShape, require
 from pagedkv.dtypes import DType
 from pagedkv.errors import InvalidArgument
 
@@ -18,23 +18,26 @@ _UNITS = {"": 1, "b": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _SIZE = re.compile(r"^\s*([0-9]*\.?[0-9]+)\s*([bkmgt]?)(?:i?b)?\s*$", re.IGNORECASE)
 
 
-def parse_memory(text: str, available_bytes: int) -> int:
+def parse_memory(text: str, available_bytes: int, field: str = "memory") -> int:
     """Return bytes for "2GiB", "512m", or a fraction of the available bytes such as "0.5" or "50%"."""
     fraction = re.match(r"^\s*(0?\.[0-9]+|[0-9.]+\s*%)\s*$", text)
     if fraction:
         number = fraction.group(1)
         share = float(number.rstrip("% ")) / 100 if "%" in number else float(number)
-        require(0 < share <= 1, "memory", "a fraction must be in (0, 1]", text, 1)
+        require(0 < share <= 1, field, "a fraction must be in (0, 1]", text, 1)
         return int(share * available_bytes)
     match = _SIZE.match(text)
     if match is None:
-        raise InvalidArgument(f'is not a size like "2GiB" or a fraction like "0.5": {text!r}', field="memory")
+        raise InvalidArgument(f'is not a size like "2GiB" or a fraction like "0.5": {text!r}', field=field)
     return int(float(match.group(1)) * _UNITS[match.group(2).lower()])
 
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """One start of the service. `model` None serves the bare cache in `shape`."""
+    """One start of the service. `model` None serves the bare cache in `shape`.
+
+    Without `swap_blocks` or `swap_memory` there is no host pool. `preemption` None means "swap" where there is one.
+    """
 
     model: str | None
     shape: KvShape | None
@@ -44,6 +47,9 @@ class ServeOptions:
     backend: str = "auto"
     blocks: int | None = None
     memory: str = "1GiB"
+    swap_blocks: int | None = None
+    swap_memory: str | None = None
+    preemption: str | None = None
     block_size: int = 16
     dtype: DType = DType.FLOAT32
     max_model_len: int | None = None
@@ -58,6 +64,13 @@ class ServeOptions:
         require(0 <= self.port < 65536, "port", "must be in [0, 65535]", self.port, 65535)
         require(self.backend in ("auto", "cpu", "cuda"), "backend", "must be auto, cpu or cuda", self.backend)
         require(self.blocks is None or self.blocks >= 1, "blocks", "must be at least 1", self.blocks, 1)
+        hosts = self.swap_blocks
+        require(hosts is None or hosts >= 0, "swap_blocks", "must not be negative", hosts, 0)
+        known = self.preemption in (None, *PREEMPTION_MODES)
+        require(known, "preemption", f"must be one of {PREEMPTION_MODES}", self.preemption)
+        has_host_pool = bool(self.swap_blocks or self.swap_memory)
+        fits = self.preemption != "swap" or has_host_pool
+        require(fits, "preemption", "needs --swap-memory or --swap-blocks", self.preemption)
         require(self.threads is None or self.threads >= 1, "threads", "must be at least 1", self.threads, 1)
         require(self.drain_seconds >= 0, "drain_seconds", "must not be negative", self.drain_seconds, 0)
 

@@ -7,12 +7,14 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
 
-from pagedkv.cache import CacheManager
+from pagedkv.cache import CacheManager, SwapPlan
 from pagedkv.compute.backend import Backend
+from pagedkv.compute.swap import submit_swap
 from pagedkv.config import EngineConfig, require
 from pagedkv.engine.batch import build_step_input
 from pagedkv.engine.observer import EngineObserver, NullObserver, StepReport
@@ -29,10 +31,11 @@ _BLOCKED_POLL_SECONDS = 0.02  # how soon to look again when other holders of the
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Requests in the engine now."""
+    """Requests in the engine now; those swapped out are among the waiting."""
 
     num_running: int
     num_waiting: int
+    num_swapped: int
 
 
 class Engine:
@@ -59,9 +62,16 @@ class Engine:
         self._cache = cache
         self._decoder = decoder
         self._observer: EngineObserver = observer or NullObserver()
+        has_host_pool = self.config.preemption != "swap" or cache.config.num_host_blocks > 0
+        require(has_host_pool, "preemption", "needs a host pool (--swap-memory)", self.config.preemption)
         self._scheduler = Scheduler(
-            cache, self.config, on_admitted=self._note_admitted, on_preempted=self._note_preempted
+            cache,
+            self.config,
+            on_admitted=self._note_admitted,
+            on_preempted=self._note_preempted,
+            on_swap=self._submit_swap,
         )
+        self._swaps: list[asyncio.Future[None]] = []  # queued since the last step
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -74,7 +84,9 @@ class Engine:
     @property
     def stats(self) -> EngineStats:
         """Counts of requests now."""
-        return EngineStats(len(self._scheduler.running), len(self._scheduler.waiting))
+        waiting = self._scheduler.waiting
+        num_swapped = sum(request.is_swapped for request in waiting)
+        return EngineStats(len(self._scheduler.running), len(waiting), num_swapped)
 
     @property
     def is_healthy(self) -> bool:
@@ -101,7 +113,7 @@ class Engine:
                 self._end(request, FinishReason.CANCELLED)
         if self._task is not None:
             self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await asyncio.gather(self._task, *self._swaps, return_exceptions=True)
 
     def submit(self, request: GenerationRequest) -> GenerationStream:
         """Queue a request and return its stream.
@@ -198,7 +210,8 @@ class Engine:
         self._cache.commit_batch([chunk.reservation for chunk in chunks])
         for chunk in chunks:
             chunk.request.num_computed += chunk.reservation.num_tokens
-        logits = await asyncio.wrap_future(future)
+        swaps, self._swaps = self._swaps, []
+        logits, *_ = await asyncio.gather(asyncio.wrap_future(future), *swaps)
         ready = [chunk.request for chunk in chunks if chunk.produces_token]
         sampled = await self._sample(ready, logits)
         for request, token_id in zip(ready, sampled, strict=True):
@@ -255,8 +268,18 @@ class Engine:
         waited = time.perf_counter() - request.queued_at
         self._observer.on_scheduled(request.request_id, waited, request.num_cached_tokens)
 
-    def _note_preempted(self, request: RequestState, num_tokens_lost: int) -> None:
-        self._observer.on_preempted(request.request_id, "recompute", "out_of_blocks", num_tokens_lost)
+    def _note_preempted(self, request: RequestState, mode: str, num_tokens_lost: int) -> None:
+        self._observer.on_preempted(request.request_id, mode, "out_of_blocks", num_tokens_lost)
+
+    def _submit_swap(self, request: RequestState, direction: str, plan: SwapPlan) -> None:
+        """Queue a plan's copies ahead of the next step; the step after them fails if they do."""
+        if plan.pairs:
+            done = submit_swap(self._backend, direction, plan.pairs)
+            num_bytes = len(plan.pairs) * self._backend.layout.block_bytes
+            self._swaps.append(asyncio.ensure_future(self._watch_swap(request.request_id, direction, num_bytes, done)))
+
+    async def _watch_swap(self, request_id: str, direction: str, num_bytes: int, done: Future[float]) -> None:
+        self._observer.on_swap(direction, num_bytes, await asyncio.wrap_future(done), request_id)
 
 
 def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:

@@ -35,7 +35,10 @@ class EngineObserver(Protocol):
         """Note a later token, `seconds` after the one before."""
 
     def on_preempted(self, request_id: str, mode: str, reason: str, num_tokens_lost: int) -> None:
-        """Note that a request lost its blocks; `mode` is "recompute" or "swap"."""
+        """Note that a request lost its blocks; `mode` is "recompute" or "swap", which loses no token."""
+
+    def on_swap(self, direction: str, num_bytes: int, seconds: float, request_id: str) -> None:
+        """Note that a request's blocks were copied "out" to host memory or "in" again, and how long that took."""
 
     def on_finished(
         self, request_id: str, reason: FinishReason, num_prompt_tokens: int, num_output_tokens: int
@@ -62,6 +65,9 @@ class NullObserver:
         """Ignore."""
 
     def on_preempted(self, request_id: str, mode: str, reason: str, num_tokens_lost: int) -> None:
+        """Ignore."""
+
+    def on_swap(self, direction: str, num_bytes: int, seconds: float, request_id: str) -> None:
         """Ignore."""
 
     def on_finished(

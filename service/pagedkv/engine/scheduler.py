@@ -2,8 +2,9 @@
 
 Running requests come first, so that a stream never waits for a new prompt longer than one step; what is left of the
 step's token budget goes to prompts, in order of arrival. Blocks are taken on demand. When the pool has none left, the
-request that joined last gives its blocks back and is computed again later from its tokens (recompute); most of its
-prefix is usually still cached.
+request that joined last gives its blocks back. Either it is computed again later from its tokens (recompute), and most
+of its prefix is usually still cached, or its blocks wait in the host pool and come back as they are (swap). Preempted
+requests are at the head of the queue, so they are back before any new one joins.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pagedkv.cache import CacheManager, PrefixExtras, Reservation, ReserveRequest
+from pagedkv.cache import CacheManager, PrefixExtras, Reservation, ReserveRequest, SwapPlan
 from pagedkv.config import EngineConfig
 from pagedkv.engine.state import RequestState
-from pagedkv.errors import OutOfBlocks
+from pagedkv.errors import OutOfBlocks, OutOfHostBlocks
 
 WATERMARK = 0.01  # share of the pool kept free for running requests to grow into before another one may join
 
@@ -42,7 +43,8 @@ class Scheduler:
         config: EngineConfig,
         *,
         on_admitted: Callable[[RequestState], None],
-        on_preempted: Callable[[RequestState, int], None],
+        on_preempted: Callable[[RequestState, str, int], None],
+        on_swap: Callable[[RequestState, str, SwapPlan], None],
     ) -> None:
         self.waiting: deque[RequestState] = deque()
         self.running: list[RequestState] = []
@@ -50,6 +52,7 @@ class Scheduler:
         self._config = config
         self._on_admitted = on_admitted
         self._on_preempted = on_preempted
+        self._on_swap = on_swap  # must queue the plan's copies at once
 
     def add(self, request: RequestState) -> None:
         """Queue a request."""
@@ -62,6 +65,8 @@ class Scheduler:
             self._cache.free(request.request_id)
         elif request in self.waiting:
             self.waiting.remove(request)
+            if request.is_swapped:
+                self._cache.free(request.request_id)
 
     def schedule(self) -> list[ScheduledChunk]:
         """Reserve the next step's slots; empty if nothing can run now. The caller commits the reservations."""
@@ -77,13 +82,35 @@ class Scheduler:
         return []
 
     def preempt(self, request: RequestState) -> None:
-        """Take a running request's blocks; it goes back to the head of the queue and is computed again."""
+        """Take a running request's blocks; it goes back to the head of the queue."""
         self.running.remove(request)
-        self._cache.free(request.request_id)
-        num_tokens_lost, request.num_computed = request.num_computed, 0
         request.num_preemptions += 1
         self.waiting.appendleft(request)
-        self._on_preempted(request, num_tokens_lost)
+        if self._config.preemption == "swap" and self._try_swap_out(request):
+            return
+        self._cache.free(request.request_id)
+        num_tokens_lost, request.num_computed = request.num_computed, 0
+        self._on_preempted(request, "recompute", num_tokens_lost)
+
+    def _try_swap_out(self, request: RequestState) -> bool:
+        try:
+            plan = self._cache.swap_out((request.request_id,))
+        except OutOfHostBlocks:
+            return False
+        request.is_swapped = True
+        self._on_preempted(request, "swap", 0)
+        self._on_swap(request, "out", plan)
+        return True
+
+    def _try_swap_in(self, request: RequestState) -> bool:
+        """Bring a request back if the pool can also give what its next step needs."""
+        next_tokens = request.num_uncomputed
+        if self._cache.swap_in_need(request.request_id, next_tokens).total > self._num_unclaimed():
+            return False
+        plan = self._cache.swap_in((request.request_id,), next_tokens)
+        request.is_swapped = False
+        self._on_swap(request, "in", plan)
+        return True
 
     def _plan(self) -> list[tuple[RequestState, ReserveRequest]]:
         budget = self._config.max_batch_tokens - sum(request.num_uncomputed == 1 for request in self.running)
@@ -103,7 +130,7 @@ class Scheduler:
         budget = self._config.max_batch_tokens - sum(request.num_uncomputed for request in self.running)
         while self.waiting and len(self.running) < self._config.max_num_seqs and budget > 0:
             request = self.waiting[0]
-            if not self._try_allocate(request):
+            if not (self._try_swap_in(request) if request.is_swapped else self._try_allocate(request)):
                 return
             self.waiting.popleft()
             self.running.append(request)

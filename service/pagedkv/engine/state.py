@@ -31,6 +31,7 @@ class RequestState:
         self.num_computed = 0  # leading tokens whose K and V are in the pool
         self.num_cached_tokens = 0  # of the prompt, found in the prefix cache when the request first joined the batch
         self.num_preemptions = 0
+        self.is_swapped = False  # preempted, and its blocks are in the host pool
         self.finish_reason: FinishReason | None = None
         self.stream = stream
         self.sampler = Sampler(request.sampling)

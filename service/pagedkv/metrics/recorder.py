@@ -147,8 +147,8 @@ class Recorder:
         self.store.counter("pagedkv_kernel_launches_total", kernel).inc()
 
     @_guarded
-    def on_swap(self, direction: str, num_bytes: int, seconds: float) -> None:
-        """Note blocks swapped "in" or "out"."""
+    def on_swap(self, direction: str, num_bytes: int, seconds: float, request_id: str = "") -> None:
+        """See EngineObserver and RpcObserver."""
         self.store.counter("pagedkv_swap_bytes_total", direction).inc(num_bytes)
         self.store.counter("pagedkv_swap_seconds_total", direction).inc(seconds)
 

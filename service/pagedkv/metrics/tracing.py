@@ -24,12 +24,15 @@ class _Phases:
     request: Any
     context: Any
     phase: Any
+    name: str = "queue"
+    resumes: str = "prefill"  # the phase that follows the queue
 
 
 class RequestTracer:
     """Observes the engine and writes a span "text_completion" for each request.
 
-    Its children "queue", "prefill" and "decode" follow each other; a preemption is an event and goes back to "queue".
+    Its children "queue", "prefill" and "decode" follow each other; a preemption is an event and goes back to "queue",
+    and from there, after a swap, to the phase that it interrupted. Swaps are events too.
     `tracer` is an opentelemetry Tracer.
     """
 
@@ -58,7 +61,7 @@ class RequestTracer:
         """End the wait; prefill begins."""
         live = self._live.get(request_id)
         if live is not None:
-            self._enter(live, "prefill")
+            self._enter(live, live.resumes)
             live.phase.set_attribute("pagedkv.cached_tokens", num_cached_tokens)
 
     def on_first_token(self, request_id: str, seconds: float) -> None:
@@ -76,8 +79,15 @@ class RequestTracer:
         live = self._live.get(request_id)
         if live is not None:
             attributes = {"mode": mode, "reason": reason, "tokens_lost": num_tokens_lost}
-            live.request.add_event("swap_out" if mode == "swap" else "preempted", attributes)
+            live.request.add_event("preempted", attributes)
+            live.resumes = live.name if mode == "swap" and live.name != "queue" else "prefill"
             self._enter(live, "queue")
+
+    def on_swap(self, direction: str, num_bytes: int, seconds: float, request_id: str) -> None:
+        """Mark the swap."""
+        live = self._live.get(request_id)
+        if live is not None:
+            live.request.add_event(f"swap_{direction}", {"bytes": num_bytes, "seconds": seconds})
 
     def on_finished(
         self, request_id: str, reason: FinishReason, num_prompt_tokens: int, num_output_tokens: int
@@ -102,6 +112,7 @@ class RequestTracer:
     def _enter(self, live: _Phases, name: str) -> None:
         now = time.time_ns()
         live.phase.end(now)
+        live.name = name
         live.phase = self._tracer.start_span(name, live.context, start_time=now)
 
 
@@ -135,6 +146,11 @@ class ObserverGroup:
         """Tell all."""
         for observer in self._observers:
             observer.on_preempted(request_id, mode, reason, num_tokens_lost)
+
+    def on_swap(self, direction: str, num_bytes: int, seconds: float, request_id: str) -> None:
+        """Tell all."""
+        for observer in self._observers:
+            observer.on_swap(direction, num_bytes, seconds, request_id)
 
     def on_finished(
         self, request_id: str, reason: FinishReason, num_prompt_tokens: int, num_output_tokens: int
