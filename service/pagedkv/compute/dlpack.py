@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from pagedkv.compute.layout import KvLayout
 from pagedkv.config import require
@@ -121,6 +122,48 @@ class PoolView:
             raise BufferError(f"the page pool lies on device {device}, not on {tuple(dl_device)}")
         is_versioned = max_version is not None and max_version[0] >= 1
         return _make_capsule(self.strided, device, self._memory.lend(stream), is_versioned=is_versioned)
+
+
+class PoolViews:
+    """The views of one pool, whoever owns its memory."""
+
+    layout: KvLayout
+    pointer: int  # the pool's first byte
+
+    def view(self, strided: Strided) -> PoolView:
+        """Return a view of the pool's memory."""
+        raise NotImplementedError
+
+    def layer_view(self, layer: int, is_value: bool) -> PoolView:
+        """Return a layer's K or V as [num_blocks, num_kv_heads, block_size, head_dim]."""
+        return self.view(layer_elements(self.layout, self.pointer, layer, is_value))
+
+    def scale_view(self, layer: int, is_value: bool) -> PoolView:
+        """Return the scales of a quantised layer's K or V as float32 [num_blocks, num_kv_heads, block_size]."""
+        return self.view(layer_scales(self.layout, self.pointer, layer, is_value))
+
+    def raw_view(self) -> PoolView:
+        """Return the pool as uint8 [num_blocks, block_bytes]."""
+        return self.view(pool_bytes(self.layout, self.pointer))
+
+
+class ArrayPool(PoolViews):
+    """A pool in host memory: an array of bytes, which lives as long as any view that was taken of it."""
+
+    dlpack_device = (CPU_DEVICE, 0)
+
+    def __init__(self, layout: KvLayout, memory: npt.NDArray[np.uint8]) -> None:
+        self.layout, self.pointer, self._memory = layout, memory.ctypes.data, memory
+
+    def view(self, strided: Strided) -> PoolView:
+        """See `PoolViews.view`."""
+        return PoolView(self, strided)
+
+    def lend(self, stream: Any) -> object:
+        """See `Exporter.lend`; there are no streams."""
+        if stream is not None:
+            raise BufferError(f"host memory has no streams, got {stream}")
+        return self._memory
 
 
 class _Lent:

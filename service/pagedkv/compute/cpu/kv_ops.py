@@ -16,6 +16,7 @@ from pagedkv.compute.cpu.compile_cache import Kernel, compile_kernel
 from pagedkv.compute.cpu.features import Isa
 from pagedkv.compute.cpu.pool import allocate_host_pool, allocate_pool
 from pagedkv.compute.cpu.threads import WorkerPool
+from pagedkv.compute.dlpack import ArrayPool
 from pagedkv.compute.layout import KvLayout
 from pagedkv.compute.swap import check_pairs, join_pairs
 
@@ -29,6 +30,7 @@ class CpuKvOps:
         self.layout, self.num_host_blocks = layout, num_host_blocks
         self._isa, self._workers = isa, workers
         self._pool = allocate_pool(layout, num_host_blocks)
+        self.pool = ArrayPool(layout, self._pool)  # for other libraries
         self._host_blocks = allocate_host_pool(layout, num_host_blocks)
         self._blocks = self._pool.reshape(layout.num_blocks, layout.block_bytes)
         self._kernels: dict[str, Kernel] = {}

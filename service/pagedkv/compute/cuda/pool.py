@@ -9,7 +9,7 @@ from typing import Any
 from pagedkv.compute.cuda.array import out_of_memory
 from pagedkv.compute.cuda.driver import Context
 from pagedkv.compute.cuda.streams import Events
-from pagedkv.compute.dlpack import CUDA_DEVICE, PoolView, Strided, layer_elements, layer_scales, pool_bytes
+from pagedkv.compute.dlpack import CUDA_DEVICE, PoolView, PoolViews, Strided
 from pagedkv.compute.layout import KvLayout
 from pagedkv.errors import DeviceError
 
@@ -20,7 +20,7 @@ class Loan:
     __slots__ = ("__weakref__",)
 
 
-class DevicePool:
+class DevicePool(PoolViews):
     """Owns the device memory of a layout's blocks, and lends it (see dlpack.Exporter)."""
 
     def __init__(self, context: Context, layout: KvLayout, stream: Any, events: Events) -> None:
@@ -45,22 +45,15 @@ class DevicePool:
         """Return the address of a block."""
         return self.pointer + block_id * self.layout.block_bytes
 
-    def layer_view(self, layer: int, is_value: bool) -> DeviceView:
-        """Return a layer's K or V as [num_blocks, num_kv_heads, block_size, head_dim] for other libraries."""
-        return DeviceView(self, layer_elements(self.layout, self.pointer, layer, is_value))
-
-    def scale_view(self, layer: int, is_value: bool) -> DeviceView:
-        """Return the scales of a quantised layer's K or V as float32 [num_blocks, num_kv_heads, block_size]."""
-        return DeviceView(self, layer_scales(self.layout, self.pointer, layer, is_value))
-
-    def raw_view(self) -> DeviceView:
-        """Return the pool as uint8 [num_blocks, block_bytes]."""
-        return DeviceView(self, pool_bytes(self.layout, self.pointer))
+    def view(self, strided: Strided) -> DeviceView:
+        """See `PoolViews.view`."""
+        return DeviceView(self, strided)
 
     def lend(self, stream: int | None) -> Loan:
         """See `Exporter.lend`: the consumer's stream waits for all jobs that were dispatched before.
 
-        `stream` is a handle; None and 1 mean the legacy default stream, 2 the per-thread one, -1 no waiting.
+        Called from a job, or when none is running. `stream` is a handle; None and 1 mean the legacy default stream,
+        2 the per-thread one, -1 no waiting.
         """
         if stream == 0:
             raise BufferError("stream 0 is ambiguous: pass 1 (legacy default), 2 (per thread) or a handle")
