@@ -10,11 +10,10 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.bench.generate_figures import Rates
-from tests.bench.report import write_result
+from tests.bench.report import WIDTH, write_result
 
 OURS = "pagedkv"
 _SLACK_MIB = 400  # what the service may take besides the file and the pool
-_WIDTH = 110
 BUSY = 0.5
 
 
@@ -54,7 +53,7 @@ class Run:
 
 def print_run(run: Run) -> None:
     """Print the systems, the figures and what was not there."""
-    console = Console(width=_WIDTH, highlight=False)
+    console = Console(width=WIDTH, highlight=False)
     console.print(_systems_table(run))
     console.print(_rates_table(run))
     if run.load_before > BUSY:

@@ -45,6 +45,7 @@ def _rows() -> Iterator[tuple[str, str, str]]:
     yield from _rpc_rows()
     yield from _attention_rows()
     yield from _generate_rows()
+    yield from _perplexity_rows()
     cost = _load("metrics")["cost_ms"]["100000"]["scrape, text"]["median"]
     yield "one scrape at 100,000 blocks", f"{cost:.2f} ms", "metrics"
 
@@ -112,3 +113,14 @@ def _generate_rows() -> Iterator[tuple[str, str, str]]:
 
 def _rate(row: dict[str, Any]) -> str:
     return "-" if row["decode"] is None else f"{row['decode']:.0f}"
+
+
+def _perplexity_rows() -> Iterator[tuple[str, str, str]]:
+    results = _load("perplexity")
+    base = results["results"]["float32"]
+    for dtype, row in results["results"].items():
+        if row is not base:
+            difference = row["perplexity"] - base["perplexity"]
+            what = f"SmolLM2-135M, {results['tokens']:,} tokens of prose, KV {dtype} beside float32"
+            figure = f"perplexity {base['perplexity']:.3f} {difference:+.4f}, mean logit error {row['mean_error']:.2g}"
+            yield what, figure, "perplexity"

@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import statistics
+import sys
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
+WIDTH = 110  # of tables that go to a file or a pipe
 RESULTS = Path(__file__).parent / "results"
 _PACKAGES = ("numpy", "numba", "grpcio", "protobuf")
 
@@ -63,7 +65,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[obje
         table.add_column(column, justify="right" if index else "left")
     for row in rows:
         table.add_row(*(f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row))
-    Console().print(table)
+    Console(width=None if sys.stdout.isatty() else WIDTH).print(table)
 
 
 def _read(path: str) -> str:
