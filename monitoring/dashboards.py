@@ -14,7 +14,13 @@ from pagedkv.metrics.registry import METRICS, Metric, MetricType, Section
 DATASOURCE = DataSourceRef(type_val="prometheus", uid="pagedkv-prometheus")
 _RATE = "$__rate_interval"
 _UNITS = {"bytes": "bytes", "ratio": "percentunit", "seconds": "s"}
-_WHOLES = ("pagedkv_blocks", "pagedkv_state_bytes", "pagedkv_memory_bytes")  # their series sum to the pool
+_WHOLES = (  # their series sum to a pool
+    "pagedkv_blocks",
+    "pagedkv_state_bytes",
+    "pagedkv_memory_bytes",
+    "pagedkv_host_blocks",
+    "pagedkv_host_state_bytes",
+)
 _TITLES = {Section.DEVICE: "GPU and other devices"}
 
 

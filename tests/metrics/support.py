@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from helpers.caches import make_cache
 from pagedkv.compute.layout import KvLayout
 from pagedkv.config import KvShape
-from pagedkv.errors import OutOfBlocks
+from pagedkv.errors import OutOfBlocks, OutOfHostBlocks
 from pagedkv.metrics.http import MetricsServer
 from pagedkv.metrics.service import ServiceMetrics
 
@@ -25,7 +25,9 @@ OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 # An operation is its name and three small numbers, which choose sequences, prompts and lengths.
 OPERATIONS = st.lists(
     st.tuples(
-        st.sampled_from(("prompt", "reserve", "commit", "cancel", "append", "fork", "truncate", "free", "flush")),
+        st.sampled_from(
+            ("prompt", "reserve", "commit", "cancel", "append", "fork", "truncate", "free", "flush", "out", "in")
+        ),
         st.integers(0, 5),
         st.integers(0, 5),
         st.integers(1, 40),
@@ -34,8 +36,8 @@ OPERATIONS = st.lists(
 )
 
 
-def make_metrics(num_blocks=24, block_size=8, backend_name="cpu", **options):
-    cache = make_cache(num_blocks, block_size, **options)
+def make_metrics(num_blocks=24, block_size=8, backend_name="cpu", num_host_blocks=16, **options):
+    cache = make_cache(num_blocks, block_size, num_host_blocks=num_host_blocks, **options)
     layout = KvLayout(SHAPE, num_blocks, block_size)
     return cache, ServiceMetrics(cache, layout, backend_name=backend_name)
 
@@ -48,8 +50,11 @@ class Mix:
 
     def apply(self, operation):
         name, chosen, prompt, length = operation
-        closed = [sequence for sequence in self.cache.sequence_ids() if sequence not in self.open]
-        with suppress(OutOfBlocks):
+        swapped = [sequence for sequence in self.cache.sequence_ids() if self.cache.sequence(sequence).is_swapped]
+        closed = [sequence for sequence in self.cache.sequence_ids() if sequence not in (*self.open, *swapped)]
+        if name == "in" or (name == "free" and prompt == 0):
+            closed = swapped
+        with suppress(OutOfBlocks, OutOfHostBlocks):
             getattr(self, "_" + name)(closed[chosen % len(closed)] if closed else None, prompt, length)
 
     def _new_id(self):
@@ -91,6 +96,14 @@ class Mix:
     def _free(self, sequence, *_):
         if sequence:
             self.cache.free(sequence)
+
+    def _out(self, sequence, *_):
+        if sequence:
+            self.cache.swap_out([sequence])
+
+    def _in(self, sequence, *_):
+        if sequence:
+            self.cache.swap_in([sequence])
 
     def _flush(self, *_):
         self.cache.flush_prefix_cache()

@@ -92,6 +92,37 @@ async def test_mt04_recomputed_tokens_are_no_prefix_hits():
     assert value(samples, "pagedkv_time_to_first_token_seconds_count") == 4
 
 
+async def test_a_preemption_by_swap_loses_no_token_and_counts_its_bytes():
+    options = {"num_blocks": 12, "block_size": 8, "max_num_seqs": 4, "num_host_blocks": 64, "preemption": "swap"}
+    async with measured_engine(**options) as (engine, metrics, _):
+        streams = [submit(engine, make_prompt(24, seed), max_tokens=40) for seed in range(4)]
+        await asyncio.gather(*map(collect, streams))
+        samples, stats = scrape(metrics), engine._cache.stats
+    assert of(samples, "pagedkv_num_preemptions_total")["swap", "out_of_blocks"] > 0
+    assert of(samples, "pagedkv_num_preemptions_total")["recompute", "out_of_blocks"] == 0
+    assert value(samples, "pagedkv_preempted_tokens_total", "swap") == 0
+    block_bytes = engine._backend.layout.block_bytes
+    copied = {"out": stats.swapped_out_blocks, "in": stats.swapped_in_blocks}
+    for direction, num_blocks in copied.items():
+        assert value(samples, "pagedkv_swap_bytes_total", direction) == num_blocks * block_bytes > 0
+        assert value(samples, "pagedkv_swap_seconds_total", direction) > 0
+    assert value(samples, "pagedkv_num_requests_swapped") == 0
+    assert value(samples, "pagedkv_computed_tokens_total", "prefill") == 4 * 24
+
+
+async def test_swapped_requests_are_a_gauge_while_they_wait():
+    options = {"num_blocks": 12, "block_size": 8, "max_num_seqs": 4, "num_host_blocks": 64, "preemption": "swap"}
+    async with measured_engine(**options) as (engine, metrics, _):
+        streams = [submit(engine, make_prompt(24, seed), max_tokens=40) for seed in range(4)]
+        readers = [asyncio.create_task(collect(stream)) for stream in streams]
+        while not engine.stats.num_swapped:
+            await asyncio.sleep(0)
+        samples = scrape(metrics)
+        assert value(samples, "pagedkv_num_requests_swapped") == value(samples, "pagedkv_swapped_sequences") > 0
+        assert value(samples, "pagedkv_num_requests_waiting") >= value(samples, "pagedkv_num_requests_swapped")
+        await asyncio.gather(*readers)
+
+
 async def test_mt06_the_engine_goes_on_when_the_stats_see_a_count_fall():
     async with measured_engine() as (engine, metrics, _):
         await collect(submit(engine, make_prompt(20)))

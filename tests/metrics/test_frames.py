@@ -41,7 +41,8 @@ class Mirror:
 def assert_mirrors(mirror, cache):
     assert mirror.states == cache.pool.states
     assert mirror.tables == {
-        name: (cache.length(name), cache.block_table(name).tolist()) for name in cache.sequence_ids()
+        view.sequence_id: (view.num_tokens, list(view.block_table))
+        for view in map(cache.sequence, cache.sequence_ids())
     }
 
 
@@ -104,6 +105,31 @@ def test_top_draws_the_pool_its_figures_and_the_longest_sequences(width):
     assert "█████▓·" in text
     assert "fork [bold]" in text
     assert "shared 5" in text
+
+
+def test_top_says_what_is_swapped_out_and_how_full_the_host_pool_is():
+    cache, metrics = make_metrics()
+    run_prompt(cache, "long", list(range(40)))
+    cache.fork("long", "fork")
+    view = PoolView()
+    view.apply(metrics.frames.snapshot())
+    metrics.frames.advance()
+    cache.swap_out(["long", "fork"])
+    view.apply(metrics.frames.advance())
+    text = drawn(view, 140)
+    assert "swapped out 2" in text
+    assert "host blocks 5 of 16 used, 5 shared" in text
+    assert text.count("swapped out") == 3
+    cache.swap_in(["long"])
+    view.apply(metrics.frames.advance())
+    assert view.swapped == {"fork"}
+
+
+def test_top_without_a_host_pool_says_nothing_of_one():
+    _, metrics = make_metrics(num_host_blocks=0)
+    view = PoolView()
+    view.apply(metrics.frames.snapshot())
+    assert "host blocks" not in drawn(view, 140)
 
 
 def test_top_of_a_large_pool_stays_within_its_rows():

@@ -14,10 +14,14 @@ from pagedkv.metrics.registry import METRICS, STATE, MetricType
 from tests.metrics.support import OPENMETRICS, OPERATIONS, Mix, make_metrics, of, scrape, value
 
 
+def resident(cache):
+    return [view for view in map(cache.sequence, cache.sequence_ids()) if not view.is_swapped]
+
+
 def recount(cache):
     """Blocks and tokens from nothing but the block tables."""
     block_size, logical, fills = cache.config.block_size, Counter(), {}
-    for sequence in map(cache.sequence, cache.sequence_ids()):
+    for sequence in resident(cache):
         logical.update(sequence.block_table)
         for index, block in enumerate(sequence.block_table):
             seen = min(block_size, max(0, sequence.num_tokens - index * block_size))
@@ -48,8 +52,21 @@ def assert_true(samples, cache):
     assert sum(of(samples, "pagedkv_memory_bytes").values()) == pool_bytes
     assert sum(of(samples, "pagedkv_state_bytes").values()) == pool_bytes
     assert value(samples, "pagedkv_contiguous_bytes", "oracle") * total * size == pool_bytes * sum(
-        cache.length(name) for name in cache.sequence_ids()
+        view.num_tokens for view in resident(cache)
     )
+    assert value(samples, "pagedkv_sequences") == len(resident(cache))
+    assert_host_true(samples, [view for view in map(cache.sequence, cache.sequence_ids()) if view.is_swapped])
+
+
+def assert_host_true(samples, swapped):
+    counts = Counter(host for view in swapped for host in view.host_table)
+    states = of(samples, "pagedkv_host_blocks")
+    assert states["private",] == sum(count == 1 for count in counts.values())
+    assert states["shared",] == sum(count > 1 for count in counts.values())
+    assert sum(states.values()) == value(samples, "pagedkv_host_pool_blocks") == 16
+    assert sum(of(samples, "pagedkv_host_state_bytes").values()) == value(samples, "pagedkv_host_pool_bytes")
+    assert value(samples, "pagedkv_swapped_sequences") == len(swapped)
+    assert value(samples, "pagedkv_swapped_tokens") == sum(view.num_tokens for view in swapped)
 
 
 @settings(max_examples=60, deadline=None)
@@ -205,9 +222,11 @@ def test_evictions_and_reuse_reach_their_histograms():
 
 
 def test_swap_preemption_and_lease_metrics_read_zero_before_anything_happens():
+    """Rates of a series that appears with its first event would miss that event."""
     _, metrics = make_metrics()
     samples = scrape(metrics)
-    for name in ("swap_bytes", "swap_seconds", "num_preemptions", "preempted_tokens", "leases_expired"):
+    names = ("swapped_blocks", "swap_bytes", "swap_seconds", "num_preemptions", "preempted_tokens", "leases_expired")
+    for name in names:
         found = of(samples, f"pagedkv_{name}_total")
         assert found
         assert not any(found.values())
@@ -215,3 +234,23 @@ def test_swap_preemption_and_lease_metrics_read_zero_before_anything_happens():
 
 def test_states_are_named_in_the_order_of_the_pools_state_map():
     assert STATE.values == tuple(state.name.lower() for state in BlockState)
+
+
+def test_swaps_reach_their_series_by_direction():
+    cache, metrics = make_metrics()
+    cache.allocate("a")
+    write(cache, "a", 20)
+    cache.fork("a", "b")
+    cache.swap_out(["a", "b"])
+    metrics.rpc_observer.on_swap("out", 3 * 4096, 0.5)
+    samples = scrape(metrics)
+    assert of(samples, "pagedkv_swapped_blocks_total") == {("in",): 0, ("out",): 3}
+    assert of(samples, "pagedkv_swap_bytes_total") == {("in",): 0, ("out",): 3 * 4096}
+    assert of(samples, "pagedkv_swap_seconds_total") == {("in",): 0, ("out",): 0.5}
+    assert of(samples, "pagedkv_host_blocks") == {("free",): 13, ("private",): 0, ("shared",): 3}
+    cache.swap_in(["a", "b"])
+    metrics.engine_observer.on_swap("in", 3 * 4096, 0.25, "~gen-0")
+    samples = scrape(metrics)
+    assert of(samples, "pagedkv_swapped_blocks_total") == {("in",): 3, ("out",): 3}
+    assert of(samples, "pagedkv_swap_bytes_total") == {("in",): 3 * 4096, ("out",): 3 * 4096}
+    assert value(samples, "pagedkv_host_blocks", "free") == 16

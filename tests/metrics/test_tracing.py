@@ -59,6 +59,28 @@ async def test_preemption_is_an_event_and_goes_back_to_the_queue(traced):
     assert not tracer._live
 
 
+async def test_a_swap_is_two_events_and_goes_back_to_the_phase_that_it_interrupted(traced):
+    tracer, exporter = traced
+    options = {"num_blocks": 12, "block_size": 8, "num_host_blocks": 64, "preemption": "swap"}
+    async with scripted_engine(observer=tracer, **options) as (engine, _, _):
+        streams = [submit(engine, make_prompt(24, seed), max_tokens=40) for seed in range(4)]
+        await asyncio.gather(*map(collect, streams))
+    swapped = [span for span in by_name(exporter, "text_completion") if span.events]
+    assert swapped
+    for span in swapped:
+        assert {event.name for event in span.events} == {"preempted", "swap_out", "swap_in"}
+        assert all(event.attributes["bytes"] > 0 for event in span.events if event.name.startswith("swap_"))
+        preempted = [event for event in span.events if event.name == "preempted"]
+        assert {(event.attributes["mode"], event.attributes["tokens_lost"]) for event in preempted} == {("swap", 0)}
+        phases = [
+            part
+            for part in exporter.get_finished_spans()
+            if part.parent and part.parent.span_id == span.context.span_id
+        ]
+        names = [phase.name for phase in sorted(phases, key=lambda phase: phase.start_time)]
+        assert names == ["queue", "prefill", "decode", *["queue", "decode"] * len(preempted)]
+
+
 def test_device_error_marks_the_span(traced):
     tracer, exporter = traced
     tracer.on_queued("a", 1, "not a traceparent")

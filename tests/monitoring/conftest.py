@@ -13,7 +13,7 @@ import pytest
 from helpers.process import ServiceProcess
 from helpers.tiny_models import make_tiny_model
 from pagedkv.client import AsyncClient
-from pagedkv.errors import PagedKvError
+from pagedkv.errors import OutOfBlocks, PagedKvError
 
 NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM = 2, 2, 64
 
@@ -28,7 +28,7 @@ def need(*programs):
 @pytest.fixture(scope="session")
 def service(tmp_path_factory):
     model = make_tiny_model(tmp_path_factory.mktemp("tiny"))
-    with ServiceProcess("serve", str(model), "--blocks", "160") as running:
+    with ServiceProcess("serve", str(model), "--blocks", "160", "--swap-blocks", "160") as running:
         yield running
 
 
@@ -38,10 +38,13 @@ def keys_and_values(num_tokens):
 
 
 class MixedLoad:
-    """Streams, cancels, forks, truncates, frees and errs in a thread of its own until the block ends."""
+    """Streams, cancels, forks, swaps, truncates, frees and errs in a thread of its own until the block ends.
 
-    def __init__(self, address):
-        self._address = address
+    With `crowd`, three long generations that do not fit the pool together run beside it once: one is preempted.
+    """
+
+    def __init__(self, address, crowd=False):
+        self._address, self._crowd = address, crowd
         self.rounds = 0
         self.failure = None
 
@@ -59,7 +62,10 @@ class MixedLoad:
 
     async def _run(self):
         try:
-            async with AsyncClient(self._address) as client:
+            async with AsyncClient(self._address) as client, asyncio.TaskGroup() as beside:
+                if self._crowd:
+                    for number in range(3):
+                        beside.create_task(self._generate_long(client, number))
                 while not self._stop.is_set():
                     await asyncio.gather(self._generate(client), self._cancel(client), self._use_cache(client))
                     self.rounds += 1
@@ -71,6 +77,10 @@ class MixedLoad:
         async for _ in client.generate(**options):
             pass
 
+    async def _generate_long(self, client, number):
+        async for _ in client.generate(token_ids=[9 + number] * 30, max_tokens=900, ignore_eos=True):
+            pass
+
     async def _cancel(self, client):
         stream = client.generate("Hello world", max_tokens=400, temperature=0.0, ignore_eos=True)
         await anext(stream)
@@ -78,14 +88,21 @@ class MixedLoad:
 
     async def _use_cache(self, client):
         name = f"load-{self.rounds}"
+        with contextlib.suppress(OutOfBlocks):  # as long as the crowd holds the pool
+            await self._use_sequence(client, name)
+        left = [sequence.sequence_id for sequence in await client.sequences()]
+        await client.free([sequence_id for sequence_id in left if sequence_id.startswith(name)])
+        with contextlib.suppress(PagedKvError):
+            await client.sequence("gone")
+
+    async def _use_sequence(self, client, name):
         await client.allocate(name, list(range(40)))
         length = (await client.sequence(name)).num_tokens
         keys, values = keys_and_values(40 - length)
         await client.append(name, keys, values, token_ids=list(range(length, 40)))
         await client.fork(name, name + "/fork")
         await client.append(name + "/fork", *keys_and_values(3))
-        await client.truncate(name, 10)
+        await client.swap_out([name, name + "/fork"])
         await asyncio.sleep(0.05)
-        await client.free([name, name + "/fork"])
-        with contextlib.suppress(PagedKvError):
-            await client.sequence("gone")
+        await client.swap_in([name, name + "/fork"])
+        await client.truncate(name, 10)

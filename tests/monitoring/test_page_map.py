@@ -135,6 +135,18 @@ def test_page_updates_while_tokens_stream(page, client):
     page.wait("return pagemap.sequences().length === 0", "end of the sequence")
 
 
+def test_swapped_sequence_says_so_and_holds_no_block_of_the_map(page, client, held):
+    page.wait("return pagemap.table('held').length === 3", "sequence")
+    client.swap_out([held, "held/fork"])
+    page.wait("return pagemap.table('held').length === 0 && pagemap.tokens('held') === 40", "swap")
+    listed = "return [...document.querySelectorAll('#sequences li')].map(item => item.textContent).join()"
+    page.wait(f"{listed}.includes('swapped out')", "note")
+    page.wait("return document.getElementById('host').textContent.includes('3 of 160 blocks')", "host blocks")
+    client.swap_in([held, "held/fork"])
+    page.wait("return pagemap.table('held').length === 3", "return")
+    assert page.run("return pagemap.table('held').map(pagemap.state)") == ["shared"] * 3
+
+
 def test_forked_block_shows_as_shared_and_a_freed_one_as_free(page, client, held):
     page.wait("return pagemap.table('held/fork').length === 3", "fork")
     table = page.run("return pagemap.table('held')")

@@ -75,7 +75,9 @@ def prometheus(service, tmp_path_factory):
     process = subprocess.Popen([*command, f"--config.file={folder}/prometheus.yml"], stderr=log, stdout=log)
     try:
         reader = Prometheus(port)
-        with MixedLoad(service.address) as load:
+        with MixedLoad(service.address, crowd=True) as load:
+            preempted = 'pagedkv_num_preemptions_total{mode="swap"} > 0'
+            reader.wait_for(lambda: reader.query(preempted), f"preemption by swap; see {folder}/log")
             ready = "count_over_time(pagedkv:slow_first_tokens:ratio_rate5m[1m]) > 2"
             reader.wait_for(lambda: reader.query(ready), f"data; see {folder}/log")
             reader.rounds = load.rounds
@@ -98,6 +100,12 @@ def test_states_sum_to_the_pool_at_every_scrape_under_load(prometheus):
     assert differences == {0}
 
 
+def test_host_states_sum_to_the_host_pool_at_every_scrape_under_load(prometheus):
+    sums = prometheus.query("(sum by (instance) (pagedkv_host_blocks) - on (instance) pagedkv_host_pool_blocks)[1m:1s]")
+    assert {float(number) for series in sums for _, number in series["values"]} == {0}
+    assert prometheus.query("max_over_time(pagedkv_swapped_sequences[1m]) > 0")
+
+
 def test_prometheus_sees_the_service_up_with_no_rule_failing(prometheus):
     assert prometheus.query("up")[0]["value"][1] == "1"
     groups = prometheus.get("rules")["groups"]
@@ -110,6 +118,11 @@ def test_counters_of_the_load_have_arrived(service, prometheus):
     assert value(samples, "pagedkv_generation_tokens_total") > 0
     assert of(samples, "pagedkv_request_success_total")["cancelled",] > 0
     assert value(samples, "pagedkv_copied_blocks_total") > 0
+    for direction in ("out", "in"):
+        assert value(samples, "pagedkv_rpc_duration_seconds_count", f"KvCache/Swap{direction.title()}", "OK") > 0
+        assert value(samples, "pagedkv_swap_bytes_total", direction) > 0
+        assert value(samples, "pagedkv_swap_seconds_total", direction) > 0
+    assert value(samples, "pagedkv_preempted_tokens_total", "swap") == 0
     assert value(samples, "pagedkv_rpc_duration_seconds_count", "KvCache/GetSequence", "NOT_FOUND") > 0
     assert value(samples, "pagedkv_prefix_cache_hits_total", "prompt") > 0
     assert {name for name, _ in samples} == {name for metric in METRICS.values() for name in metric.series_names}

@@ -8,7 +8,7 @@ from typing import Final, Protocol
 from pagedkv.cache import Accounting, CacheManager, CacheStats, Usage
 from pagedkv.compute.layout import KvLayout
 from pagedkv.metrics.recorder import Recorder
-from pagedkv.metrics.registry import BACKEND, DTYPE, STATE
+from pagedkv.metrics.registry import BACKEND, DTYPE, HOST_STATE, STATE
 
 Values = Mapping[tuple[str, ...], float]
 
@@ -51,6 +51,10 @@ class EngineCounts(Protocol):
     def num_waiting(self) -> int:
         """In the queue."""
 
+    @property
+    def num_swapped(self) -> int:
+        """In the queue, with their blocks in host memory."""
+
 
 class LiveCollector:
     """Reads one cache, and one engine if there is one. `read` runs on the loop, so all figures are of one moment."""
@@ -69,6 +73,7 @@ class LiveCollector:
         usage, accounting = self._cache.usage(), self._cache.accounting()
         return {
             **_pool_gauges(usage, self._layout, self._info),
+            **_host_gauges(usage, self._layout),
             **_accounting_gauges(accounting, usage, self._layout),
             **self._engine_gauges(),
             **{
@@ -82,6 +87,7 @@ class LiveCollector:
         return {
             "pagedkv_num_requests_running": {(): 0 if stats is None else stats.num_running},
             "pagedkv_num_requests_waiting": {(): 0 if stats is None else stats.num_waiting},
+            "pagedkv_num_requests_swapped": {(): 0 if stats is None else stats.num_swapped},
             "pagedkv_device_healthy": {(): float(self.is_healthy())},
         }
 
@@ -105,6 +111,24 @@ def _pool_gauges(usage: Usage, layout: KvLayout, info: tuple[str, str]) -> dict[
         "pagedkv_blocks": states,
         "pagedkv_state_bytes": {labels: count * layout.block_bytes for labels, count in states.items()},
         "pagedkv_kv_cache_usage_ratio": {(): (usage.private + usage.shared) / usage.total},
+    }
+
+
+def host_blocks(usage: Usage) -> dict[str, int]:
+    """Return the host blocks by state; they sum to the host pool."""
+    return {"free": usage.host_free, "private": usage.host_private, "shared": usage.host_shared}
+
+
+def _host_gauges(usage: Usage, layout: KvLayout) -> dict[str, Values]:
+    blocks = host_blocks(usage)
+    states: dict[tuple[str, ...], float] = {(state,): blocks[state] for state in HOST_STATE.values}
+    return {
+        "pagedkv_host_pool_blocks": {(): usage.host_total},
+        "pagedkv_host_pool_bytes": {(): usage.host_total * layout.block_bytes},
+        "pagedkv_host_blocks": states,
+        "pagedkv_host_state_bytes": {labels: count * layout.block_bytes for labels, count in states.items()},
+        "pagedkv_swapped_sequences": {(): usage.num_swapped},
+        "pagedkv_swapped_tokens": {(): usage.swapped_tokens},
     }
 
 
@@ -159,6 +183,7 @@ def _counters(stats: CacheStats) -> dict[str, Values]:
             ("prompt",): stats.hit_tokens,
             ("recompute",): stats.recompute_hit_tokens,
         },
+        "pagedkv_swapped_blocks_total": {("in",): stats.swapped_in_blocks, ("out",): stats.swapped_out_blocks},
         "pagedkv_allocation_failures_total": {("out_of_blocks",): stats.failed_allocations, ("quota",): 0},
         **{name: {(): getattr(stats, field)} for name, field in _STAT_COUNTERS.items()},
     }

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from pagedkv.cache import BlockState, CacheManager
 from pagedkv.compute.layout import KvLayout
 from pagedkv.errors import SequenceSwapped
-from pagedkv.metrics.collectors import EngineView, memory_by_use
+from pagedkv.metrics.collectors import EngineView, host_blocks, memory_by_use
 from pagedkv.metrics.registry import STATE
 
 Frame = dict[str, Any]
@@ -81,6 +81,7 @@ class FrameSource:
             "num_blocks": self._layout.num_blocks,
             "block_size": self._layout.block_size,
             "block_bytes": self._layout.block_bytes,
+            "num_host_blocks": self._cache.config.num_host_blocks,
             "dtype": str(self._layout.shape.dtype),
             "backend": self._backend_name,
             "states": list(STATE.values),
@@ -95,6 +96,7 @@ class FrameSource:
             "sequence_id": sequence_id,
             "num_tokens": view.num_tokens,
             "num_cached_tokens": view.num_cached_tokens,
+            "is_swapped": view.is_swapped,
             "age_seconds": now - view.created_at,
             "idle_seconds": now - view.touched_at,
             "block_table": [
@@ -139,6 +141,9 @@ class FrameSource:
             "time": self._clock(),
             "blocks": {state: getattr(usage, state) for state in STATE.values},
             "bytes": memory_by_use(accounting, usage, self._layout),
+            "host_blocks": host_blocks(usage),
+            "num_swapped": usage.num_swapped,
+            "swapped_tokens": usage.swapped_tokens,
             "usage": (usage.private + usage.shared) / usage.total,
             "token_occupancy": accounting.token_occupancy,
             "internal_fragmentation": accounting.internal_fragmentation,
@@ -189,7 +194,10 @@ def _runs(changed: npt.NDArray[np.intp], states: npt.NDArray[np.uint8]) -> list[
 
 
 def _sequence_change(name: str, now: tuple[int, bytes], before: tuple[int, bytes] | None) -> Frame:
-    """Return the sequence's length, and its table as: keep so many entries, then these."""
+    """Return the sequence's length, and its table as: keep so many entries, then these.
+
+    Tokens without a table are swapped out.
+    """
     num_tokens, table = now
     keep = 0 if before is None else _common_entries(before[1], table)
     return {"id": name, "tokens": num_tokens, "keep": keep, "table": _base64(table[keep * 4 :])}

@@ -73,6 +73,7 @@ AGE_BUCKETS: Final = (0.01, 0.1, 1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 144
 COUNT_BUCKETS: Final = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)
 
 STATE: Final = Label("state", ("free", "cached", "private", "shared", "pinned", "in_flight"))
+HOST_STATE: Final = Label("state", ("free", "private", "shared"))
 USE: Final = Label("use", ("tokens", "tail", "reserved", "cached", "held_back", "free"))
 POLICY: Final = Label("policy", ("max", "pow2", "oracle"))
 COUNTED: Final = Label("counted", ("physical", "logical"))
@@ -185,7 +186,13 @@ _MEMORY = (
         "bytes",
         (POLICY,),
     ),
-    _gauge("sequences", Section.MEMORY, "Live sequences.", "sequences"),
+    _gauge("sequences", Section.MEMORY, "Live sequences on the device.", "sequences"),
+    _gauge("swapped_sequences", Section.MEMORY, "Live sequences in the host pool.", "sequences"),
+    _gauge("swapped_tokens", Section.MEMORY, "Tokens that they hold, shared ones once a sequence.", "tokens"),
+    _gauge("host_pool_blocks", Section.MEMORY, "Blocks in the host pool; 0 without one.", "blocks"),
+    _gauge("host_pool_bytes", Section.MEMORY, "Bytes of the host pool.", "bytes"),
+    _gauge("host_blocks", Section.MEMORY, "Host blocks by state; they sum to the host pool.", "blocks", (HOST_STATE,)),
+    _gauge("host_state_bytes", Section.MEMORY, "The same in bytes.", "bytes", (HOST_STATE,)),
     _gauge("tokens", Section.MEMORY, "Tokens held, each once (physical) or once a sequence.", "tokens", (COUNTED,)),
     _counter("allocated_blocks", Section.MEMORY, "Blocks taken from the pool.", "blocks"),
     _counter("released_blocks", Section.MEMORY, "Blocks given back by their last holder.", "blocks"),
@@ -220,6 +227,7 @@ _SHARING = (
 _SCHEDULING = (
     _gauge("num_requests_running", Section.SCHEDULING, "Generations in the batch.", "requests"),
     _gauge("num_requests_waiting", Section.SCHEDULING, "Generations that wait.", "requests"),
+    _gauge("num_requests_swapped", Section.SCHEDULING, "Of those, preempted ones in host memory.", "requests"),
     _counter("requests_received", Section.SCHEDULING, "Generations accepted.", "requests"),
     _counter("request_success", Section.SCHEDULING, "Generations ended, by reason.", "requests", (FINISHED_REASON,)),
     _counter("prompt_tokens", Section.SCHEDULING, "Prompt tokens of accepted generations.", "tokens"),
@@ -252,8 +260,9 @@ _SCHEDULING = (
         (MODE, PREEMPTION_REASON),
     ),
     _counter("preempted_tokens", Section.SCHEDULING, "Computed tokens lost by preemption.", "tokens", (MODE,)),
-    _counter("swap_bytes", Section.SCHEDULING, "Bytes swapped.", "bytes", (DIRECTION,)),
-    _counter("swap_seconds", Section.SCHEDULING, "Time spent swapping.", "seconds", (DIRECTION,)),
+    _counter("swapped_blocks", Section.SCHEDULING, "Blocks copied to or from host memory.", "blocks", (DIRECTION,)),
+    _counter("swap_bytes", Section.SCHEDULING, "Bytes copied to or from host memory.", "bytes", (DIRECTION,)),
+    _counter("swap_seconds", Section.SCHEDULING, "Time that these copies took.", "seconds", (DIRECTION,)),
 )
 
 _RPC = (

@@ -40,6 +40,7 @@ class PoolView:
         self.figures: Frame = {}
         self.states = bytearray()
         self.tokens: dict[str, int] = {}
+        self.swapped: set[str] = set()
         self.rates: deque[float] = deque(maxlen=_HISTORY)
 
     def apply(self, frame: Frame) -> bool:
@@ -47,16 +48,20 @@ class PoolView:
         if "type" not in frame:
             return False
         if frame["type"] == "snapshot":
-            self.pool, self.tokens = frame["pool"], {}
+            self.pool, self.tokens, self.swapped = frame["pool"], {}, set()
         else:
             self._note_rate(frame)
         if "states" in frame:
             self.states = bytearray(base64.b64decode(frame["states"]))
         for start, count, state in frame.get("runs", ()):
             self.states[start : start + count] = bytes([state]) * count
-        self.tokens.update((change["id"], change["tokens"]) for change in frame["sequences"])
+        for change in frame["sequences"]:
+            self.tokens[change["id"]] = change["tokens"]
+            has_table = change["keep"] or change["table"] or not change["tokens"]
+            (self.swapped.discard if has_table else self.swapped.add)(change["id"])
         for name in frame.get("gone", ()):
             self.tokens.pop(name, None)
+            self.swapped.discard(name)
         self.figures = frame
         return True
 
@@ -141,6 +146,14 @@ def _figures(view: PoolView) -> Table:
         f"external frag.  [bold]{figures['external_fragmentation']:.1%}[/]",
         f"sharing saves   [bold]{figures['memory_saved']:.1%}[/]",
     )
+    if view.pool["num_host_blocks"]:
+        host = figures["host_blocks"]
+        total = view.pool["num_host_blocks"]
+        table.add_row(
+            f"swapped out {figures['num_swapped']}",
+            f"host blocks {total - host['free']} of {total} used, {host['shared']} shared",
+            f"{figures['swapped_tokens']} tokens in host memory",
+        )
     table.add_row(
         f"running {figures['running']}, waiting {figures['waiting']}",
         f"held {size_text(contiguous['paged'])}; contiguous: max {size_text(contiguous['max'])}, "
@@ -157,7 +170,8 @@ def _sequences(view: PoolView, width: int) -> Table:
     table.add_column("blocks", justify="right")
     block_size = view.pool["block_size"]
     for name, count in sorted(view.tokens.items(), key=lambda item: -item[1])[:10]:
-        table.add_row(Text(name), str(count), str(-(-count // block_size)))
+        blocks = "swapped out" if name in view.swapped else str(-(-count // block_size))
+        table.add_row(Text(name), str(count), blocks)
     return table
 
 
