@@ -19,14 +19,14 @@ MakeOps = Callable[..., CpuDenseOps]
 def make_ops() -> Iterator[MakeOps]:
     """Build dense operations for an instruction set and a number of threads, once each."""
     pools: dict[int, WorkerPool] = {}
-    made: dict[tuple[str | None, int], CpuDenseOps] = {}
+    made: dict[tuple[str | None, int, str], CpuDenseOps] = {}
 
-    def make(isa: str | None = None, num_threads: int = 2) -> CpuDenseOps:
+    def make(isa: str | None = None, num_threads: int = 2, activations: str = "float32") -> CpuDenseOps:
         if num_threads not in pools:
             pools[num_threads] = WorkerPool(num_threads)
-        key = (isa, num_threads)
+        key = (isa, num_threads, activations)
         if key not in made:
-            made[key] = CpuDenseOps(choose_isa(isa), pools[num_threads])
+            made[key] = CpuDenseOps(choose_isa(isa), pools[num_threads], activations=activations)
         return made[key]
 
     yield make

@@ -64,11 +64,11 @@ def make_tile(stored: Parts, num_rows: int, num_outputs: int, width: int, *, pre
     ) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             x, x_bytes, last_row, weights, weight_bytes, last_output, num_blocks, out, out_bytes = args
-            x_rows = _rows(builder, x, x_bytes, last_row, num_rows)
-            weight_rows = _rows(builder, weights, weight_bytes, last_output, num_outputs)
-            ahead = builder.mul(weight_bytes, _constant(_TILES_AHEAD * num_outputs)) if prefetch else None
+            x_rows = row_addresses(builder, x, x_bytes, last_row, num_rows)
+            weight_rows = row_addresses(builder, weights, weight_bytes, last_output, num_outputs)
+            ahead = builder.mul(weight_bytes, constant(_TILES_AHEAD * num_outputs)) if prefetch else None
             sums = _emit_products(builder, stored, x_rows, weight_rows, num_blocks, width, ahead)
-            for target, row in zip(_rows(builder, out, out_bytes, last_row, num_rows), sums, strict=True):
+            for target, row in zip(row_addresses(builder, out, out_bytes, last_row, num_rows), sums, strict=True):
                 total = _emit_sums(builder, [builder.load(place) for place in row])
                 builder.store(total, emit_pointer(builder, target), align=4)
             return context.get_dummy_value()
@@ -87,10 +87,10 @@ def make_expand_row(stored: Parts, width: int) -> Tile:
             source, target, num_blocks = args
 
             def step(block: Any, part: Any, first: Any) -> None:
-                place = builder.add(source, builder.mul(block, _constant(stored.block_bytes)))
+                place = builder.add(source, builder.mul(block, constant(stored.block_bytes)))
                 vector = stored.emit(builder, place, part, width)
                 for lane in range(0, stored.part_weights, width):
-                    offset = builder.add(first, _constant(4 * lane))
+                    offset = builder.add(first, constant(4 * lane))
                     builder.store(vector(lane), emit_pointer(builder, target, offset), align=4)
 
             _for_parts(builder, stored, num_blocks, step)
@@ -101,28 +101,28 @@ def make_expand_row(stored: Parts, width: int) -> Tile:
     return expand_row
 
 
-def _constant(value: int) -> Any:
+def constant(value: int) -> Any:
     return ir.Constant(I64, value)
 
 
-def _rows(builder: Any, base: Any, stride: Any, last: Any, count: int) -> list[Any]:
+def row_addresses(builder: Any, base: Any, stride: Any, last: Any, count: int) -> list[Any]:
     """Return the addresses of rows 0 .. count-1, none beyond the last."""
     rows = []
     for row in range(count):
-        exists = builder.icmp_signed("<", _constant(row), last)
-        rows.append(builder.add(base, builder.mul(stride, builder.select(exists, _constant(row), last))))
+        exists = builder.icmp_signed("<", constant(row), last)
+        rows.append(builder.add(base, builder.mul(stride, builder.select(exists, constant(row), last))))
     return rows
 
 
 def _for_parts(builder: Any, stored: Parts, num_blocks: Any, step: Callable[[Any, Any, Any], None]) -> None:
     """Emit step(block, part, byte offset of the part's first float32) over all parts of a row."""
     with cgutils.for_range(builder, num_blocks, intp=I64) as blocks:
-        first = builder.mul(blocks.index, _constant(4 * stored.parts * stored.part_weights))
+        first = builder.mul(blocks.index, constant(4 * stored.parts * stored.part_weights))
         if stored.parts == 1:
-            step(blocks.index, _constant(0), first)
+            step(blocks.index, constant(0), first)
             return
-        with cgutils.for_range(builder, _constant(stored.parts), intp=I64) as parts:
-            offset = builder.mul(parts.index, _constant(4 * stored.part_weights))
+        with cgutils.for_range(builder, constant(stored.parts), intp=I64) as parts:
+            offset = builder.mul(parts.index, constant(4 * stored.part_weights))
             step(blocks.index, parts.index, builder.add(first, offset))
 
 
@@ -140,15 +140,15 @@ def _emit_products(
     sums = [[cgutils.alloca_once_value(builder, zero) for _ in weight_rows] for _ in x_rows]
 
     def step(block: Any, part: Any, first: Any) -> None:
-        start = builder.mul(block, _constant(stored.block_bytes))
+        start = builder.mul(block, constant(stored.block_bytes))
         places = [builder.add(row, start) for row in weight_rows]
         vectors = [stored.emit(builder, place, part, width) for place in places]
         if ahead is not None:
-            part_start = builder.mul(part, _constant(stored.block_bytes // stored.parts))
+            part_start = builder.mul(part, constant(stored.block_bytes // stored.parts))
             for place in places:
                 emit_prefetch(builder, emit_pointer(builder, builder.add(place, part_start), ahead))
         for lane in range(0, stored.part_weights, width):
-            offset = builder.add(first, _constant(4 * lane))
+            offset = builder.add(first, constant(4 * lane))
             columns = [vector(lane) for vector in vectors]
             for row, row_sums in zip(x_rows, sums, strict=True):
                 values = emit_load_as(builder, row, offset, width, KIND_F32)

@@ -1,0 +1,87 @@
+"""What all dense operations share: compiled kernels by name, memory of activations, and how a launch is recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from pagedkv.compute.backend import Float32Array
+from pagedkv.compute.cpu import (
+    attention_steps,
+    dense_int16,
+    dense_int16_tiles,
+    dense_kernels,
+    dense_tiles,
+    quant,
+    quant_emit,
+    threads,
+)
+from pagedkv.compute.cpu.compile_cache import Kernel, compile_kernel
+from pagedkv.compute.cpu.dense_buffers import BufferPool
+from pagedkv.compute.cpu.features import Isa
+from pagedkv.compute.cpu.threads import WorkerPool
+
+SERIAL_ELEMENTS: Final = 1 << 14  # smaller row operations end before another thread wakes
+
+_SOURCES: Final = tuple(
+    str(module.__file__) for module in (attention_steps, dense_kernels, dense_tiles, quant, quant_emit, threads)
+)
+_INT16_SOURCES: Final = (*_SOURCES, str(dense_int16.__file__), str(dense_int16_tiles.__file__))
+_MATRIX_KERNELS: Final[dict[str, Callable[..., dense_kernels.KernelBody]]] = {
+    "direct": dense_kernels.make_direct_kernel,
+    "linear": dense_kernels.make_linear_kernel,
+    "embed": dense_kernels.make_embed_kernel,
+}
+
+
+class DenseRuntime:
+    """Runs dense kernels on the workers' threads; a kernel is compiled or loaded when it is first needed."""
+
+    def __init__(self, isa: Isa, workers: WorkerPool) -> None:
+        self._isa = isa
+        self._workers = workers
+        self._dense_kernels: dict[str, Kernel] = {}
+        self._buffers = BufferPool()
+
+    def _dense_kernel(self, name: str) -> Kernel:
+        kernel = self._dense_kernels.get(name)
+        if kernel is None:
+            sources = _INT16_SOURCES if name.startswith(("int16", "quantize")) else _SOURCES
+            kernel = compile_kernel(self._body(name), f"{name}-{self._isa.name}", (self._isa.width, name), sources)
+            self._dense_kernels[name] = kernel
+        return kernel
+
+    def _body(self, name: str) -> dense_kernels.KernelBody:
+        what, _, kind = name.partition("-")
+        width = self._isa.width
+        if what in ("int16", "quantize"):
+            return dense_int16.make_body(name)
+        if kind:
+            return _MATRIX_KERNELS[what](width, quant.KINDS[kind])
+        if what == "rope":
+            return dense_kernels.rope_kernel
+        if what == "silu_mul":
+            return dense_kernels.make_silu_mul_kernel(width)
+        return dense_kernels.make_rms_norm_kernel(width, is_sum=what == "add_rms_norm")
+
+    def _run(self, name: str, args: npt.NDArray[np.int64], *, parallel: bool = True) -> None:
+        self._workers.run(self._dense_kernel(name), args, parallel=parallel)
+
+    def _take(self, shape: tuple[int, ...]) -> Float32Array:
+        """Return uninitialised memory: of the record that is being made, if any."""
+        recording = self._workers.recording
+        return self._buffers.take(shape) if recording is None else recording.take(shape)
+
+    def _contiguous(self, x: Float32Array) -> Float32Array:
+        if x.flags.c_contiguous:
+            return x
+        self._not_recorded()
+        return np.ascontiguousarray(x)
+
+    def _not_recorded(self) -> None:
+        """Say that NumPy does something that a repetition of the launches would lack."""
+        if (recording := self._workers.recording) is not None:
+            recording.give_up()
