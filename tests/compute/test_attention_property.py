@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from contextlib import closing
 
+import llvmlite.binding as llvm
 import ml_dtypes
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -22,12 +24,15 @@ from helpers.attention_cases import (
     poison,
 )
 from pagedkv.compute.backend import AttentionParams
+from pagedkv.compute.cpu import features
 from pagedkv.compute.cpu.backend import CpuBackend
 from pagedkv.compute.layout import KvLayout
 from pagedkv.config import BLOCK_SIZES, HEAD_DIMS
 from pagedkv.dtypes import DType
 
 LAYER = 1
+_HOST = llvm.get_host_cpu_features()
+USABLE_ISAS = [isa.name for isa in features.ISAS.values() if all(_HOST.get(name, False) for name in isa.needs)]
 
 
 def many(examples: int) -> settings:
@@ -124,6 +129,56 @@ def test_attend_random_16_bit_problem_equals_float32_arithmetic_on_stored_values
 @given(st.sampled_from([DType.INT8, DType.FLOAT8_E4M3]).flatmap(problems))
 def test_attend_random_8_bit_problem_equals_float32_arithmetic_on_stored_values(problem) -> None:
     check(problem)
+
+
+@st.composite
+def wide_int8_cases(draw: st.DrawFn) -> tuple[KvLayout, Case]:
+    """Draw decode with few large query elements, and tokens whose values differ by orders of magnitude."""
+    layout, length = draw(layouts(DType.INT8)), draw(st.integers(1, 300))
+    layout = KvLayout(layout.shape, blocks_needed([length], layout.block_size), layout.block_size)
+    rng = np.random.default_rng(draw(st.integers(0, 2**31)))
+    case = make_case(layout, [length], [1], rng)
+    case.queries[...] *= 10.0 ** rng.uniform(-3, 0.3, case.queries.shape)
+    case.keys[0][...] *= 10.0 ** rng.uniform(-1, 0.3, (length, 1, 1))
+    case.values[0][...] *= 10.0 ** rng.uniform(-4, 4, (length, 1, 1))
+    return layout, case
+
+
+def attend_stored(
+    layout: KvLayout, case: Case, isa: str | None = None
+) -> tuple[tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]], Case]:
+    """Return the attention of an int8 case, and the case with its stored keys and values."""
+    with closing(CpuBackend(layout, isa=isa)) as backend:
+        poison(backend)
+        fill(backend, case, LAYER)
+        return attend(backend, case, LAYER), stored_case(backend, case)
+
+
+@many(60)
+@given(wide_int8_cases())
+def test_attend_int8_of_wide_range_equals_float32_arithmetic_on_stored_values(problem) -> None:
+    actual, stored = attend_stored(*problem)
+    assert_close(actual, expected(stored))
+
+
+@pytest.mark.skipif("avx512" not in USABLE_ISAS, reason="this machine has no AVX-512")
+@many(30)
+@given(wide_int8_cases())
+def test_attend_int8_held_to_plain_avx512_equals_float32_arithmetic_on_stored_values(problem) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(features.ISA_VARIABLE, "avx512")
+        actual, stored = attend_stored(*problem)
+    assert_close(actual, expected(stored))
+
+
+def test_attend_int8_infinite_query_spoils_its_own_row_only() -> None:
+    layout = make_layout(num_heads=4, num_kv_heads=1, dtype=DType.INT8)
+    case = make_case(layout, [70], [1], np.random.default_rng(0))
+    (clean, _), _ = attend_stored(layout, case)
+    case.queries[0, 1, 5] = np.inf
+    (output, _), _ = attend_stored(layout, case)
+    assert np.isnan(output[0, 1]).all()
+    assert np.array_equal(output[0, [0, 2, 3]], clean[0, [0, 2, 3]])
 
 
 @pytest.mark.parametrize("isa", ["avx2", "portable"])

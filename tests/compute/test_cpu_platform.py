@@ -100,6 +100,21 @@ def test_machine_without_avx2_gets_the_portable_path(monkeypatch) -> None:
     assert features.choose_isa().name == "portable"
 
 
+def test_products_of_bytes_need_the_host_and_a_process_that_is_not_held(monkeypatch) -> None:
+    needs = ("avx512vnni", "avx512vbmi")
+    monkeypatch.delenv(features.ISA_VARIABLE, raising=False)
+    monkeypatch.setattr(features.llvm, "get_host_cpu_features", lambda: dict.fromkeys(needs, True))
+    assert [features.has_byte_dots(isa) for isa in features.ISAS.values()] == [True, False, False]
+    monkeypatch.setenv(features.ISA_VARIABLE, "avx512")
+    assert not features.has_byte_dots(features.ISAS["avx512"])
+    monkeypatch.delenv(features.ISA_VARIABLE)
+    for missing in needs:
+        monkeypatch.setattr(
+            features.llvm, "get_host_cpu_features", lambda gone=missing: {name: name != gone for name in needs}
+        )
+        assert not features.has_byte_dots(features.ISAS["avx512"])
+
+
 def _noop(args: int, thread: int) -> None:
     pass
 

@@ -14,6 +14,8 @@ import numpy.typing as npt
 from pagedkv.compute.backend import AttentionBatch, AttentionParams, AttentionResult
 from pagedkv.compute.cpu import attention_args as at
 from pagedkv.compute.cpu import (
+    attention_bytes,
+    attention_bytes_tiles,
     attention_kernel,
     attention_softmax,
     attention_steps,
@@ -25,7 +27,7 @@ from pagedkv.compute.cpu import (
 from pagedkv.compute.cpu.attention_plan import AttentionPlan, PlanLimits, make_plan
 from pagedkv.compute.cpu.attention_replay import AttentionReplays
 from pagedkv.compute.cpu.compile_cache import Kernel, compile_kernel
-from pagedkv.compute.cpu.features import Isa
+from pagedkv.compute.cpu.features import Isa, has_byte_dots
 from pagedkv.compute.cpu.threads import WorkerPool
 from pagedkv.compute.layout import KvLayout
 from pagedkv.dtypes import DType
@@ -49,13 +51,22 @@ _NO_WINDOW: Final = 1 << 40
 _LOG2_E: Final = math.log2(math.e)
 _SOURCES: Final = tuple(
     str(module.__file__)
-    for module in (at, attention_kernel, attention_softmax, attention_steps, attention_tiles, threads)
+    for module in (
+        at,
+        attention_bytes,
+        attention_bytes_tiles,
+        attention_kernel,
+        attention_softmax,
+        attention_steps,
+        attention_tiles,
+        threads,
+    )
 )
 
 
 def compile_attention(isa: Isa, dtype: DType) -> Kernel:
     """Compile or load the attention kernel for a pool of this dtype."""
-    config = (isa.width, POOL_KINDS[dtype])
+    config = (isa.width, POOL_KINDS[dtype], dtype is DType.INT8 and has_byte_dots(isa))
     function = attention_kernel.make_attention_kernel(*config)
     return compile_kernel(function, f"attend-{isa.name}-{dtype}", config, _SOURCES)
 

@@ -16,8 +16,10 @@ from typing import Any, Final
 import numpy as np
 
 from pagedkv.compute.cpu import attention_args as at
+from pagedkv.compute.cpu.attention_bytes import make_accumulate_bytes, make_score_bytes, make_split_queries
 from pagedkv.compute.cpu.attention_softmax import STATE_ARRAYS, make_softmax_rows
 from pagedkv.compute.cpu.attention_steps import (
+    PACK_ROWS,
     Step,
     compiled,
     make_accumulate,
@@ -46,7 +48,6 @@ from pagedkv.compute.cpu.simd import (
 )
 from pagedkv.compute.cpu.threads import claim, fetch_add
 
-PACK_ROWS: Final = 12  # from so many rows on, transposing the keys costs less than reducing every product
 MAX_CHUNK_BLOCKS: Final = 16
 KEY_PADDING: Final = 16  # columns between the rows of the transposed keys, which the last tile may write into
 
@@ -64,9 +65,12 @@ def scratch_bytes(max_rows: int, head_dim: int, chunk_tokens: int) -> int:
     return -(-(2 * _TABLES_BYTES + _TABLE_BYTES + 4 * (rows + chunk)) // 4096) * 4096
 
 
-def make_attention_kernel(width: int, kind: int) -> Callable[[int, int], None]:
-    """Return the kernel for vectors of `width` float32 over a pool whose elements are of `kind`."""
-    attend_chunk = _make_attend_chunk(width, kind)
+def make_attention_kernel(width: int, kind: int, has_byte_dots: bool) -> Callable[[int, int], None]:
+    """Return the kernel for vectors of `width` float32 over a pool whose elements are of `kind`.
+
+    With `has_byte_dots`, which needs KIND_I8, few rows are multiplied as bytes (see attention_bytes).
+    """
+    attend_chunk, split_queries = _make_attend_chunk(width, kind, has_byte_dots), make_split_queries()
     finish_rows = _make_finish_rows(width)
     fill_tables, load_queries = make_fill_tables(kind in (KIND_I8, KIND_E4M3)), make_load_queries(width)
 
@@ -81,6 +85,8 @@ def make_attention_kernel(width: int, kind: int) -> Callable[[int, int], None]:
         state = queries + 4 * max_rows * head_dim
         sums = state + 4 * STATE_ARRAYS * max_rows
         load_queries(args, item, kv_head, queries)
+        if has_byte_dots and rows < PACK_ROWS:
+            split_queries(queries, rows, head_dim)
         for row in range(rows):
             store_f32(state + 4 * row, _NO_SCORE)
             store_f32(state + 4 * (max_rows + row), _ZERO)
@@ -111,13 +117,14 @@ def make_attention_kernel(width: int, kind: int) -> Callable[[int, int], None]:
     return attend_items
 
 
-def _make_attend_chunk(width: int, kind: int) -> Step:
+def _make_attend_chunk(width: int, kind: int, has_byte_dots: bool) -> Step:
     """Return the step that lets an item's rows see one chunk of tokens."""
     is_quantized, is_float32 = kind in (KIND_I8, KIND_E4M3), kind == KIND_F32
-    score_decode, softmax_rows = make_score_decode(width, kind), make_softmax_rows(width, is_quantized)
+    score_few = make_score_bytes() if has_byte_dots else make_score_decode(width, kind)
+    accumulate_few = make_accumulate_bytes() if has_byte_dots else make_accumulate(width, kind, MODE_PREFETCH, True)
+    softmax_rows = make_softmax_rows(width, is_quantized)
     pack_chunk, copy_scales = make_pack_chunk(width, kind), make_copy_scales(width, kind)
     score_packed = make_outer_rows(width, 4, KIND_F32, MODE_CLEAR, False)
-    accumulate = make_accumulate(width, kind, MODE_PREFETCH, True)
     accumulate_packed = make_accumulate(width, KIND_F32, 0, False)
 
     @compiled
@@ -145,14 +152,14 @@ def _make_attend_chunk(width: int, kind: int) -> Step:
                     scores + 4 * column, stride, alphas, single, rows,
                 )  # fmt: skip
         else:
-            score_decode(queries, rows, head_dim, scores, stride, shift, count, here, ahead)
+            score_few(queries, rows, head_dim, scores, stride, shift, count, here, ahead)
         if is_quantized:
             value_offset = (4 << shift) * load_i64(args + at.NUM_KV_HEADS)
             copy_scales(here + 2 * _TABLE_BYTES, shift, value_offset, count, key_scales, value_scales)
         softmax_rows(args, item, kv_head, rows, token, count, scores, stride, state, key_scales, value_scales)
         if not is_packed:
             after = ahead + _TABLE_BYTES
-            accumulate(here + _TABLE_BYTES, 1 << shift, count, head_dim, scores, stride, sums, alphas, after, rows)
+            accumulate_few(here + _TABLE_BYTES, 1 << shift, count, head_dim, scores, stride, sums, alphas, after, rows)
         elif is_float32:
             table = here + _TABLE_BYTES
             accumulate_packed(table, 1 << shift, count, head_dim, scores, stride, sums, alphas, table, rows)

@@ -38,6 +38,8 @@ from pagedkv.compute.cpu.simd import (
     store_i64,
 )
 
+PACK_ROWS: Final = 12  # from so many rows on, transposing the keys costs less than reducing every product
+
 _NO_SCORE: Final = np.float32(-np.inf)
 _ZERO: Final = np.float32(0.0)
 _CACHE_LINE: Final = 64

@@ -36,25 +36,25 @@ MODE_CLEAR: Final = 2  # start from zero instead of alpha * C
 _CACHE_LINE: Final = 64
 
 
-def _word(value: int) -> Any:
+def word(value: int) -> Any:
     return ir.Constant(I64, value)
 
 
-def _emit_loop(builder: Any, stop: Any, step: int, state: list[Any], body: Any) -> list[Any]:
+def emit_loop(builder: Any, stop: Any, step: int, state: list[Any], body: Any) -> list[Any]:
     """Emit `for i in range(0, stop, step): state = body(i, state)` with the state in registers; stop may be 0."""
     entry = builder.block
     head, inside, after = (builder.append_basic_block(name) for name in ("tile.head", "tile.body", "tile.end"))
     builder.branch(head)
     builder.position_at_end(head)
     index = builder.phi(I64)
-    index.add_incoming(_word(0), entry)
+    index.add_incoming(word(0), entry)
     held = [builder.phi(value.type) for value in state]
     for phi, value in zip(held, state, strict=True):
         phi.add_incoming(value, entry)
     builder.cbranch(builder.icmp_signed("<", index, stop), inside, after)
     builder.position_at_end(inside)
     changed = body(index, held)
-    index.add_incoming(builder.add(index, _word(step)), builder.block)
+    index.add_incoming(builder.add(index, word(step)), builder.block)
     for phi, value in zip(held, changed, strict=True):
         phi.add_incoming(value, builder.block)
     builder.branch(head)
@@ -122,18 +122,18 @@ def dot_tile(
         key_address, last_key, key_stride, query_address, dims, out, out_stride, next_tile = args[:8]
         key_rows = [key_address]
         for token in range(1, TILE_TOKENS):
-            index = builder.select(builder.icmp_signed("<", last_key, _word(token)), last_key, _word(token))
+            index = builder.select(builder.icmp_signed("<", last_key, word(token)), last_key, word(token))
             key_rows.append(builder.add(key_address, builder.mul(index, key_stride)))
         query_rows = [
-            builder.add(query_address, builder.mul(dims, _word(4 * row))) if row else query_address
+            builder.add(query_address, builder.mul(dims, word(4 * row))) if row else query_address
             for row in range(num_rows)
         ]
         step_bytes = TILE_TOKENS * lanes * item
 
         def body(dim: Any, sums: list[Any]) -> list[Any]:
-            offset = builder.mul(dim, _word(item))
-            wide_offset = builder.mul(dim, _word(4))
-            ahead_offset = builder.mul(dim, _word(TILE_TOKENS * item))
+            offset = builder.mul(dim, word(item))
+            wide_offset = builder.mul(dim, word(4))
+            ahead_offset = builder.mul(dim, word(TILE_TOKENS * item))
             for line in range(0, max(step_bytes, _CACHE_LINE), _CACHE_LINE):
                 emit_prefetch(builder, emit_pointer(builder, builder.add(next_tile, ahead_offset), line), 2)
             k = [emit_load_as(builder, row, offset, lanes, stored) for row in key_rows]
@@ -146,13 +146,13 @@ def dot_tile(
             return result
 
         zeros = [emit_constant(0.0, lanes)] * (num_rows * TILE_TOKENS)
-        sums = _emit_loop(builder, dims, lanes, zeros, body)
+        sums = emit_loop(builder, dims, lanes, zeros, body)
         quads = [_emit_quad_sums(builder, sums[row * 4 : row * 4 + 4]) for row in range(num_rows)]
         quads += [emit_constant(0.0, lanes)] * (lanes // 4 - num_rows)
         total = _emit_lane_sums(builder, quads)
         for row in range(num_rows):
             part = emit_shuffle(builder, total, total, range(4 * row, 4 * row + 4))
-            address = builder.add(out, builder.mul(out_stride, _word(row)))
+            address = builder.add(out, builder.mul(out_stride, word(row)))
             builder.store(part, emit_pointer(builder, address), align=4)
         return context.get_dummy_value()
 
@@ -192,9 +192,9 @@ def outer_tile(
         (table_at, piece_rows, total, b_stride, first_column, a_at, a_step, c_at, c_step, alpha_at, ahead_at) = args[
             :11
         ]
-        c_rows = [builder.add(c_at, builder.mul(c_step, _word(row))) for row in range(num_rows)]
-        a_rows = [builder.add(a_at, builder.mul(a_step, _word(row))) for row in range(num_rows)]
-        column_bytes = builder.mul(first_column, _word(item))
+        c_rows = [builder.add(c_at, builder.mul(c_step, word(row))) for row in range(num_rows)]
+        a_rows = [builder.add(a_at, builder.mul(a_step, word(row))) for row in range(num_rows)]
+        column_bytes = builder.mul(first_column, word(item))
 
         def start(row: int, vector: int) -> Any:
             if flags & MODE_CLEAR:
@@ -207,7 +207,7 @@ def outer_tile(
             done = builder.mul(index, piece_rows)
             left = builder.sub(total, done)
             here = builder.select(builder.icmp_signed("<", left, piece_rows), left, piece_rows)
-            slot = builder.mul(index, _word(8))
+            slot = builder.mul(index, word(8))
             base = builder.load(emit_pointer(builder, table_at, slot), typ=I64, align=8)
             base = builder.add(base, column_bytes)
             ahead = None
@@ -222,7 +222,7 @@ def outer_tile(
                         emit_prefetch(builder, emit_pointer(builder, builder.add(ahead, offset), line), 2)
                 at = builder.add(base, offset)
                 b = [emit_load_as(builder, at, vector * lanes * item, lanes, stored) for vector in range(num_vectors)]
-                a_offset = builder.mul(builder.add(done, row_index), _word(4))
+                a_offset = builder.mul(builder.add(done, row_index), word(4))
                 result = []
                 for row in range(num_rows):
                     factor = builder.load(emit_pointer(builder, a_rows[row], a_offset), typ=F32, align=4)
@@ -233,11 +233,11 @@ def outer_tile(
                     ]
                 return result
 
-            return _emit_loop(builder, here, 1, sums, body)
+            return emit_loop(builder, here, 1, sums, body)
 
         sums = [start(row, vector) for row in range(num_rows) for vector in range(num_vectors)]
-        pieces = builder.sdiv(builder.sub(builder.add(total, piece_rows), _word(1)), piece_rows)
-        sums = _emit_loop(builder, pieces, 1, sums, piece)
+        pieces = builder.sdiv(builder.sub(builder.add(total, piece_rows), word(1)), piece_rows)
+        sums = emit_loop(builder, pieces, 1, sums, piece)
         for row in range(num_rows):
             for vector in range(num_vectors):
                 pointer = emit_pointer(builder, c_rows[row], vector * lanes * 4)
@@ -258,7 +258,7 @@ def transpose_tile(
         source_at, last_row, stride, target_at, out_stride = args[:5]
         rows = []
         for row in range(lanes):
-            index = builder.select(builder.icmp_signed("<", last_row, _word(row)), last_row, _word(row))
+            index = builder.select(builder.icmp_signed("<", last_row, word(row)), last_row, word(row))
             rows.append(emit_load_as(builder, source_at, builder.mul(index, stride), lanes, stored))
         half = lanes // 2
         low = [index for lane in range(half) for index in (lane, lanes + lane)]
@@ -271,7 +271,7 @@ def transpose_tile(
                 for lanes_of in (low, high)
             ]
         for row in range(lanes):
-            address = builder.add(target_at, builder.mul(out_stride, _word(row)))
+            address = builder.add(target_at, builder.mul(out_stride, word(row)))
             builder.store(rows[row], emit_pointer(builder, address), align=4)
         return context.get_dummy_value()
 

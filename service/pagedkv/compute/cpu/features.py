@@ -33,6 +33,7 @@ ISAS: Final = {
         Isa("portable", 4, (), "x86-64"),
     )
 }
+_BYTE_DOTS: Final = ("avx512vnni", "avx512vbmi")
 
 
 def choose_isa(name: str | None = None) -> Isa:
@@ -49,6 +50,12 @@ def choose_isa(name: str | None = None) -> Isa:
     names = tuple(isa.name for isa in usable)
     require(wanted in names, "isa", f"must be one of {', '.join(names)} on this machine", wanted, names)
     return ISAS[wanted]
+
+
+def has_byte_dots(isa: Isa) -> bool:
+    """Whether kernels of this set may use AVX-512's products of bytes, which not every machine of the set has."""
+    host, is_held = llvm.get_host_cpu_features(), os.environ.get(ISA_VARIABLE) in ISAS
+    return isa.name == "avx512" and not is_held and all(host.get(name, False) for name in _BYTE_DOTS)
 
 
 def hold_code_generation() -> None:
