@@ -63,8 +63,12 @@ def main(argv: list[str]) -> int:
     columns = ["variant", *(f"sm_{arch}: regs / KiB / occupancy" for arch in options.arches)]
     rows = [[label, *(_cell(figures) for figures in by_arch.values())] for label, by_arch in table.items()]
     print_table("CUDA kernels", columns, rows)
-    bad = [label for label, by_arch in table.items() if any(f["spilled_bytes"] for f in by_arch.values())]
-    print(f"{len(table)} variants, {len(bad)} with spills {bad}")
+    bad = [
+        label
+        for label, by_arch in table.items()
+        if any(f["spilled_bytes"] + f["stack_bytes"] for f in by_arch.values())
+    ]
+    print(f"{len(table)} variants, {len(bad)} with spills or a stack {bad}")
     return 1 if bad else 0
 
 

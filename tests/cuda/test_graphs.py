@@ -21,7 +21,7 @@ from pagedkv.dtypes import DType
 from pagedkv.errors import DeviceError, InvalidArgument
 from pagedkv.model import LoadedModel, StepInput, load_model, read_model_config
 from virtual_gpu import VirtualDriver
-from virtual_gpu.cublas import Matrix, VirtualCublas
+from virtual_gpu.cublas import CublasError, Matrix, VirtualCublas
 from virtual_gpu.profile import Profile
 
 BLOCK_SIZE, NUM_BLOCKS = 8, 48
@@ -30,7 +30,18 @@ MIN_PARTITION = 16
 
 
 class ColumnwiseCublas(VirtualCublas):
-    """Products column by column: a row of the model's input gives the same bits in a batch of any size."""
+    """Products column by column: a row of the model's input gives the same bits in a batch of any size.
+
+    `fail_at` makes the call of that number fail.
+    """
+
+    num_calls, fail_at = 0, -1
+
+    def gemm_ex(self, *args: Any) -> None:
+        self.num_calls += 1
+        if self.num_calls == self.fail_at:
+            raise CublasError("a fault of the test")
+        super().gemm_ex(*args)
 
     def _multiply(
         self, left: Matrix, right: Matrix, result: Matrix, transposed: tuple[bool, bool], factors: tuple[Any, Any]
@@ -294,6 +305,19 @@ def test_a_step_that_cannot_be_captured_runs_without_a_graph_and_says_so(opened,
     assert [record.getMessage() for record in caplog.records] == [
         "steps of 1 rows cannot be captured as a graph and run without"
     ]
+    assert twins.backend.failure is None
+
+
+@pytest.mark.parametrize("products_before", [3, 20], ids=["first-run", "under-capture"])
+def test_a_step_whose_products_fail_once_runs_without_a_graph(opened, caplog, products_before):
+    twins, driver = opened
+    twins.add(0, 4)
+    cublas = twins.backend._cublas
+    cublas.fail_at = cublas.num_calls + products_before
+    for _ in range(2):
+        twins.step([0])
+    assert driver.calls["cuGraphLaunch"] == 0
+    assert len(caplog.records) == 1
     assert twins.backend.failure is None
 
 

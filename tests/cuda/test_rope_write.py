@@ -10,6 +10,9 @@ from helpers.cuda import make_virtual_backend
 from helpers.numpy_dense import NumpyBackend
 from pagedkv.compute.backend import Rotation
 from pagedkv.compute.cuda.backend import CudaBackend
+from pagedkv.compute.cuda.compiler import Compiler, Target
+from pagedkv.compute.cuda.kernels import all_variants
+from pagedkv.config import KvShape
 from pagedkv.dtypes import DType
 from pagedkv.errors import InvalidArgument
 from virtual_gpu.counters import LaunchStats
@@ -134,3 +137,13 @@ def test_rope_write_is_one_launch_of_16_byte_stores_that_touches_each_sector_onc
     assert stats.bank_conflict_ratio <= 1.25  # reading 32 bytes a thread for a 16-bit store takes two turns
     backend.close()
     driver.assert_clean()
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100, 120])
+@pytest.mark.parametrize(("head_dim", "dtype"), [(64, DType.FLOAT32), (128, DType.INT8), (256, DType.FLOAT8_E4M3)])
+def test_fused_kernels_compile_without_spills_or_stack(arch, head_dim, dtype):
+    compiler = Compiler()
+    for variant in all_variants(KvShape(1, 8, 1, head_dim, dtype)):
+        if variant.name in ("rope_write_kv", "rms_norm", "write_kv"):
+            resources = compiler.compile(variant, Target(arch)).resources
+            assert (resources.spilled_bytes, resources.stack_bytes) == (0, 0), variant.label

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from pagedkv.compute.cuda.array import DeviceArray, ScratchMemory
 from pagedkv.compute.cuda.device import Device
 from pagedkv.compute.cuda.recording import Recording
-from pagedkv.errors import DeviceError
+from pagedkv.errors import DeviceError, InvalidArgument
 
 Arrays = Sequence[npt.NDArray[Any]]
 Body = Callable[[Arrays], DeviceArray]
@@ -107,10 +107,15 @@ class StepGraphs:
         self._steps[key] = step
 
     def _try_capture(self, bucket: int, given: Arrays, padding: Sequence[int], body: Body) -> _Step | None:
-        """Return the captured step, or None where that fails: such steps run as they are, and say what is wrong."""
+        """Return the captured step, or None where that fails: such steps run as they are, and say what is wrong.
+
+        Raises InvalidArgument for inputs that the step refuses.
+        """
         try:
             return self._capture(bucket, given, padding, body)
-        except DeviceError:
+        except InvalidArgument:
+            raise
+        except Exception:  # of the driver, of cuBLAS, of a body that is not repeatable
             _log.warning("steps of %d rows cannot be captured as a graph and run without", bucket, exc_info=True)
             return None
 
