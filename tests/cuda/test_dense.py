@@ -132,6 +132,27 @@ def test_linear_equals_the_product_with_the_stored_matrix(backend, kind, dtype, 
     assert np.abs(actual - exact).max() <= tolerance * np.abs(exact).max()
 
 
+def test_linear_many_gives_each_product_and_rounds_the_input_once_for_each_type(backend):
+    x, biases = draw(3, 64), [None, draw(8), None, draw(20)]
+    kinds = [("F16", np.float16, 20), ("F16", np.float16, 8), ("F32", np.float32, 5), ("BF16", ml_dtypes.bfloat16, 20)]
+    weights = [draw(rows, 64).astype(dtype) for _, dtype, rows in kinds]
+    data = [
+        WeightData(kind, w.shape, np.frombuffer(w.tobytes(), np.uint8))
+        for (kind, *_), w in zip(kinds, weights, strict=True)
+    ]
+
+    def job():
+        tensors = [backend.load_weight(one) for one in data]
+        sent = [None if bias is None else backend.from_host(bias) for bias in biases]
+        return [backend.to_host(y) for y in backend.linear_many(backend.from_host(x), tensors, sent)]
+
+    for y, weight, bias in zip(backend.submit(job).result(), weights, biases, strict=True):
+        exact = x.astype(weight.dtype).astype(np.float64) @ weight.astype(np.float64).T + (0 if bias is None else bias)
+        np.testing.assert_allclose(y, exact, atol=2e-5)
+    launches = [stats.kernel for stats in backend.device.driver.module.launches]
+    assert launches == ["cast", "cast", "add", "add"]
+
+
 def test_linear_of_a_quantised_matrix_equals_the_product_with_its_dequantised_values(backend):
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize, quantize

@@ -83,16 +83,35 @@ class CudaDenseOps(CudaKvOps):
 
     def linear(self, x: DeviceArray, weight: DeviceArray, bias: DeviceArray | None = None) -> DeviceArray:
         """See `DenseOps.linear`. Raises UnsupportedModel without cuBLAS."""
+        return self.linear_many(x, [weight], [bias])[0]
+
+    def linear_many(
+        self,
+        x: DeviceArray,
+        weights: Sequence[DeviceArray],
+        biases: Sequence[DeviceArray | None] | None = None,
+    ) -> list[DeviceArray]:
+        """See `DenseOps.linear_many`; x is rounded once for each type of the weights."""
         if self._cublas is None:
             raise UnsupportedModel("dense products need cuBLAS: install pagedkv[cuda]")
+        for weight in weights:
+            fits = x.shape[-1] == weight.shape[1]
+            require(fits, "x", f"must have {weight.shape[1]} features", x.shape, weight.shape[1])
+        codes = [require_array(weight, "weight") for weight in weights]
+        rounded = {code: self.cast(x, code) for code in dict.fromkeys(codes)}
+        products = [self._multiply(rounded[code], weight, code) for code, weight in zip(codes, weights, strict=True)]
+        return [
+            product if bias is None else self._add(product, bias)
+            for product, bias in zip(products, biases or [None] * len(weights), strict=True)
+        ]
+
+    def _multiply(self, x: DeviceArray, weight: DeviceArray, code: int) -> DeviceArray:
         num_outputs, num_inputs = weight.shape
-        require(x.shape[-1] == num_inputs, "x", f"must have {num_inputs} features", x.shape, num_inputs)
-        code = require_array(weight, "weight")
-        left, num_rows = self.cast(x, code), x.size // num_inputs
+        num_rows = x.size // num_inputs
         y = self.device.scratch.empty((*x.shape[:-1], num_outputs), np.float32)
         if num_rows:
-            self._gemm(left, weight, y, (num_outputs, num_rows, num_inputs), _CUDA_TYPES[code])
-        return y if bias is None else self._add(y, bias)
+            self._gemm(x, weight, y, (num_outputs, num_rows, num_inputs), _CUDA_TYPES[code])
+        return y
 
     def _gemm(
         self, x: DeviceArray, weight: DeviceArray, y: DeviceArray, sizes: tuple[int, int, int], kind: int
@@ -104,15 +123,6 @@ class CudaDenseOps(CudaKvOps):
         self._cublas.gemm_ex(
             self._handle, 1, 0, m, n, k, alpha, *operands, beta, y.pointer, 0, m, _COMPUTE_32F, _DEFAULT_ALGORITHM
         )
-
-    def linear_many(
-        self,
-        x: DeviceArray,
-        weights: Sequence[DeviceArray],
-        biases: Sequence[DeviceArray | None] | None = None,
-    ) -> list[DeviceArray]:
-        """See `DenseOps.linear_many`."""
-        return [self.linear(x, *pair) for pair in zip(weights, biases or [None] * len(weights), strict=True)]
 
     def rms_norm(self, x: DeviceArray, weight: DeviceArray, epsilon: float) -> DeviceArray:
         """See `DenseOps.rms_norm`."""
