@@ -40,7 +40,7 @@ def keys_and_values(num_tokens):
 class MixedLoad:
     """Streams, cancels, forks, swaps, truncates, frees and errs in a thread of its own until the block ends.
 
-    With `crowd`, three long generations that do not fit the pool together run beside it once: one is preempted.
+    With `crowd`, four long generations that do not fit the pool together run beside it once: one is preempted.
     """
 
     def __init__(self, address, crowd=False):
@@ -64,7 +64,7 @@ class MixedLoad:
         try:
             async with AsyncClient(self._address) as client, asyncio.TaskGroup() as beside:
                 if self._crowd:
-                    for number in range(3):
+                    for number in range(4):
                         beside.create_task(self._generate_long(client, number))
                 while not self._stop.is_set():
                     await asyncio.gather(self._generate(client), self._cancel(client), self._use_cache(client))
@@ -78,7 +78,7 @@ class MixedLoad:
             pass
 
     async def _generate_long(self, client, number):
-        async for _ in client.generate(token_ids=[9 + number] * 30, max_tokens=900, ignore_eos=True):
+        async for _ in client.generate(token_ids=[9 + number] * 30, max_tokens=700, ignore_eos=True):
             pass
 
     async def _cancel(self, client):

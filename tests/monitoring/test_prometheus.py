@@ -77,7 +77,7 @@ def prometheus(service, tmp_path_factory):
         reader = Prometheus(port)
         with MixedLoad(service.address, crowd=True) as load:
             preempted = 'pagedkv_num_preemptions_total{mode="swap"} > 0'
-            reader.wait_for(lambda: reader.query(preempted), f"preemption by swap; see {folder}/log")
+            reader.wait_for(lambda: reader.query(preempted), f"preemption by swap; see {folder}/log", 90)
             ready = "count_over_time(pagedkv:slow_first_tokens:ratio_rate5m[1m]) > 2"
             reader.wait_for(lambda: reader.query(ready), f"data; see {folder}/log")
             reader.rounds = load.rounds
