@@ -1,21 +1,22 @@
 """The control plane's own calls in microseconds, at 1,000 and 100,000 blocks: `./run bench cache [--peers]`.
 
 Every figure has the time of a fixed pure-Python loop beside it, taken in the same run between the samples, as the
-yardstick of the machine at that moment. The figures of vLLM's pool in the last column were measured elsewhere, once;
-`--peers` times it here if it can be imported.
+yardstick of the machine at that moment. With `--peers` vLLM's block pool and cache manager do the same work, figure by
+figure in turns, in an environment made for it; without, or where it cannot be installed, its figures are those
+published for another machine and say so.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import random
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from pagedkv.cache import CacheManager, ReserveRequest
 from pagedkv.config import CacheConfig
+from tests.bench.cache_clock import time_calls
+from tests.bench.peers import VLLM, LineProcess, PeerUnavailable
 from tests.bench.report import median_p10, print_table, write_result
 
 POOLS = (1_000, 100_000)
@@ -38,32 +39,14 @@ class Figure:
     yardstick: float
 
 
-def yardstick() -> None:
-    """Do a fixed amount of interpreter work: 1,000 additions."""
-    total = 0
-    for number in range(1_000):
-        total += number
-
-
-def microseconds(call: Callable[[], object]) -> float:
-    """Time one call."""
-    started = time.perf_counter_ns()
-    call()
-    return (time.perf_counter_ns() - started) / 1_000
-
-
 def measure(name: str, num_blocks: int, calls: Sequence[Callable[[], object]], per: int = 1) -> Figure:
     """Time each call once, a yardstick beside each; the first tenth warms up."""
-    samples, loops = [], []
-    gc.collect()
-    gc.disable()
-    for call in calls:
-        samples.append(microseconds(call) / per)
-        loops.append(microseconds(yardstick))
-    gc.enable()
-    warm = len(calls) // 10
-    timing = median_p10(samples[warm:])
-    return Figure(name, num_blocks, timing.median, timing.p10, median_p10(loops[warm:]).median)
+    return make_figure(name, num_blocks, *time_calls(calls), per)
+
+
+def make_figure(name: str, num_blocks: int, samples: Sequence[float], loops: Sequence[float], per: int = 1) -> Figure:
+    timing = median_p10([sample / per for sample in samples])
+    return Figure(name, num_blocks, timing.median, timing.p10, median_p10(loops).median)
 
 
 def make_cache(num_blocks: int) -> CacheManager:
@@ -88,11 +71,11 @@ def request(cache: CacheManager, token_ids: list[int]) -> None:
     cache.free("request")
 
 
-def bench_blocks(num_blocks: int) -> Figure:
+def bench_blocks(num_blocks: int) -> list[Figure]:
     """Take and release 32 blocks at the pool's own level."""
     pool, count = make_cache(num_blocks).pool, PROMPT_TOKENS // BLOCK_SIZE
     call = lambda: pool.release(pool.take(count, 0.0), 0.0)  # noqa: E731
-    return measure("allocate + free, a block", num_blocks, [call] * 500, per=count)
+    return [measure("allocate + free, a block", num_blocks, [call] * 500, per=count)]
 
 
 def bench_requests(num_blocks: int) -> list[Figure]:
@@ -105,7 +88,7 @@ def bench_requests(num_blocks: int) -> list[Figure]:
     return [cold, warm]
 
 
-def bench_decode(num_blocks: int) -> Figure:
+def bench_decode(num_blocks: int) -> list[Figure]:
     """One token more for each of 64 running sequences: reserve and commit; their lengths are spread over the block."""
     cache = make_cache(num_blocks)
     for index in range(NUM_SEQUENCES):
@@ -118,7 +101,7 @@ def bench_decode(num_blocks: int) -> Figure:
         return lambda: cache.commit_batch(cache.reserve_batch(requests))
 
     calls = [step_of(token_id) for token_id in range(150)]
-    return measure("one token for 64 sequences", num_blocks, calls)
+    return [measure("one token for 64 sequences", num_blocks, calls)]
 
 
 def bench_upkeep(num_blocks: int) -> list[Figure]:
@@ -133,19 +116,53 @@ def bench_upkeep(num_blocks: int) -> list[Figure]:
     ]
 
 
-def bench_peer(num_blocks: int) -> list[Figure]:
-    """vLLM's own block pool, if it is installed."""
+class VllmPool:
+    """vLLM's block pool and cache manager in a process of their own. Raises PeerUnavailable if they cannot run."""
+
+    def __init__(self) -> None:
+        self._process = LineProcess(VLLM.python(), "cache_peer.py")
+        self.name = str(self._process.first["name"])
+
+    def figure(self, name: str, num_blocks: int) -> Figure:
+        """Time the work of one of our figures."""
+        sizes = {"block_size": BLOCK_SIZE, "prompt_tokens": PROMPT_TOKENS, "num_sequences": NUM_SEQUENCES}
+        reply = self._process.ask({"name": name, "num_blocks": num_blocks, **sizes})
+        per = PROMPT_TOKENS // BLOCK_SIZE if name.endswith("a block") else 1
+        return make_figure(name, num_blocks, reply["samples"], reply["loops"], per)
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.close()
+
+
+def start_peer(wanted: bool) -> tuple[VllmPool | None, str]:
+    """Return the peer, None if it is not wanted or not to be had, and what the table calls its column."""
+    if not wanted:
+        return None, "published elsewhere"
     try:
-        from vllm.v1.core.block_pool import BlockPool  # type: ignore[import-not-found]
-    except ImportError:
-        return []
-    pool, count = BlockPool(num_blocks, True, BLOCK_SIZE), PROMPT_TOKENS // BLOCK_SIZE
-    call = lambda: pool.free_blocks(reversed(pool.get_new_blocks(count)))  # noqa: E731
-    return [measure("vLLM: allocate + free, a block", num_blocks, [call] * 500, per=count)]
+        peer = VllmPool()
+    except PeerUnavailable as error:
+        print(f"vLLM: not timed, {error}")
+        return None, "published elsewhere"
+    return peer, peer.name
 
 
-def row(figure: Figure) -> tuple[object, ...]:
-    published = PUBLISHED_VLLM.get(figure.name)
+def bench_all(peer: VllmPool | None) -> tuple[list[Figure], list[Figure]]:
+    """Return our figures and the peer's, measured in turns."""
+    ours: list[Figure] = []
+    peers: list[Figure] = []
+    for num_blocks in POOLS:
+        for bench in (bench_blocks, bench_requests, bench_decode, bench_upkeep):
+            found = bench(num_blocks)
+            ours += found
+            if peer:
+                peers += [peer.figure(figure.name, num_blocks) for figure in found if figure.name in PUBLISHED_VLLM]
+    return ours, peers
+
+
+def row(figure: Figure, peers: Sequence[Figure]) -> tuple[object, ...]:
+    measured = next((p for p in peers if (p.name, p.num_blocks) == (figure.name, figure.num_blocks)), None)
+    theirs = measured.median if measured else PUBLISHED_VLLM.get(figure.name)
     return (
         figure.name,
         f"{figure.num_blocks:,}",
@@ -153,31 +170,30 @@ def row(figure: Figure) -> tuple[object, ...]:
         figure.p10,
         figure.median / figure.yardstick,
         TARGETS.get(figure.name, ""),
-        published or "",
-        f"{published / figure.median:.1f}x" if published else "",
+        theirs or "",
+        measured.p10 if measured else "",
+        f"{theirs / figure.median:.1f}x" if theirs else "",
     )
 
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="bench cache", description=__doc__)
-    parser.add_argument("--peers", action="store_true", help="time vLLM's block pool too, if it can be imported")
-    options = parser.parse_args(argv)
-    figures: list[Figure] = []
-    for num_blocks in POOLS:
-        figures += [bench_blocks(num_blocks), *bench_requests(num_blocks), bench_decode(num_blocks)]
-        figures += bench_upkeep(num_blocks)
-    peers = [figure for num_blocks in POOLS for figure in bench_peer(num_blocks)] if options.peers else []
-    columns = ("microseconds", "blocks", "median", "p10", "/ yardstick", "target", "vLLM, published", "ratio")
-    print_table(f"Control plane, block size {BLOCK_SIZE}", columns, [row(figure) for figure in figures + peers])
-    if options.peers and not peers:
-        print("vLLM is not installed here; its published figures stand in the table.")
+    parser.add_argument("--peers", action="store_true", help="time vLLM's cache manager too, in turns")
+    peer, name = start_peer(parser.parse_args(argv).peers)
+    figures, peers = bench_all(peer)
+    columns = ("microseconds", "blocks", "median", "p10", "/ loop", "target", "vLLM", "p10", "ratio")
+    title = f"Control plane, block size {BLOCK_SIZE}; vLLM: {name}"
+    print_table(title, columns, [row(figure, peers) for figure in figures])
     result = {
         "block_size": BLOCK_SIZE,
         "unit": "microseconds",
         "figures": [asdict(figure) for figure in figures],
+        "peer": name,
         "peers": [asdict(figure) for figure in peers],
         "published_vllm": PUBLISHED_VLLM,
         "targets": TARGETS,
     }
     print(f"written to {write_result('cache', result)}")
+    if peer:
+        peer.close()
     return 0

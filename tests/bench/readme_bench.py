@@ -70,10 +70,14 @@ def _sensitivity() -> str:
 
 def _cache_rows() -> Iterator[tuple[str, str, str]]:
     results = _load("cache")
+    measured = {(row["name"], row["num_blocks"]): row["median"] for row in results["peers"]}
     for row in results["figures"]:
         published = results["published_vllm"].get(row["name"])
         if row["num_blocks"] == 100_000 and published:
-            yield f"{row['name']}, 100,000 blocks", f"{row['median']:.3g} µs (vLLM, published: {published:g})", "cache"
+            theirs = measured.get((row["name"], 100_000))
+            peer = f"{results['peer']}: {theirs:.3g}" if theirs else f"vLLM, published: {published:g}"
+            command = "cache --peers" if theirs else "cache"
+            yield f"{row['name']}, 100,000 blocks", f"{row['median']:.3g} µs ({peer})", command
 
 
 def _rpc_rows() -> Iterator[tuple[str, str, str]]:

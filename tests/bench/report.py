@@ -62,10 +62,16 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[obje
     """Print a table; the first column is text, the others are figures."""
     table = Table(title=title, title_justify="left")
     for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left")
+        table.add_column(column, justify="right" if index else "left", no_wrap=not index)
     for row in rows:
-        table.add_row(*(f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row))
+        table.add_row(*map(_cell, row))
     Console(width=None if sys.stdout.isatty() else WIDTH).print(table)
+
+
+def _cell(value: object) -> str:
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:,.0f}" if abs(value) >= 1_000 else f"{value:.3g}"
 
 
 def _read(path: str) -> str:
