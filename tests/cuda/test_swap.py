@@ -26,28 +26,26 @@ def stored_keys(data: np.ndarray) -> np.ndarray:
     return data.view(np.float32).reshape(2, 8, 64)[0]
 
 
-def submit_write(backend, block: int, rows: np.ndarray):
-    def job():
-        tensor = backend.from_host(rows)
-        backend.write_kv(0, tensor, tensor, np.arange(8) + 8 * block)
-
-    return backend.submit(job)
+def write_block(backend, block: int, rows: np.ndarray) -> None:
+    tensor = backend.from_host(rows)
+    backend.write_kv(0, tensor, tensor, np.arange(8) + 8 * block)
 
 
-def reuse_blocks(backend) -> list[np.ndarray]:
-    """Write, swap out, give the device blocks to others at once, swap in elsewhere; return what came back."""
-    written = [make_rows(seed) for seed in range(3)]
-    for block, rows in enumerate(written):
-        submit_write(backend, block, rows)
-    submit_swap(backend, "out", [(0, 1), (1, 2), (2, 0)])
+def reuse_blocks(backend, run) -> list:
+    """Write, swap out, give the device blocks to others at once, swap in elsewhere; return what came back.
+
+    `run` runs, or submits, each part.
+    """
     for block in range(3):
-        submit_write(backend, block, make_rows(100 + block))
-    submit_swap(backend, "in", [(3, 1), (4, 2), (5, 0)])
-    submit_swap(backend, "out", [(0, 1)])  # the host block has another owner at once, too
-    submit_write(backend, 0, make_rows(200))
-    submit_swap(backend, "in", [(1, 1)])
-    found = [backend.submit(lambda b=b: backend.read_block(b)) for b in (3, 4, 5, 1, 0)]
-    return [stored_keys(future.result()) for future in found]
+        run(lambda b=block: write_block(backend, b, make_rows(b)))
+    run(lambda: backend.swap_out([(0, 1), (1, 2), (2, 0)]))
+    for block in range(3):
+        run(lambda b=block: write_block(backend, b, make_rows(100 + b)))
+    run(lambda: backend.swap_in([(3, 1), (4, 2), (5, 0)]))
+    run(lambda: backend.swap_out([(0, 1)]))  # the host block has another owner at once, too
+    run(lambda: write_block(backend, 0, make_rows(200)))
+    run(lambda: backend.swap_in([(1, 1)]))
+    return [run(lambda b=block: backend.read_block(b)) for block in (3, 4, 5, 1, 0)]
 
 
 def expected_rows() -> list[np.ndarray]:
@@ -57,8 +55,9 @@ def expected_rows() -> list[np.ndarray]:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_swapped_out_block_is_handed_out_at_once_and_no_copy_sees_its_next_owner(schedule):
     backend, driver = make_virtual_backend(make_layout(2, 1, 64, 8, 6, 1), schedule=schedule, num_host_blocks=3)
-    for found, wanted in zip(reuse_blocks(backend), expected_rows(), strict=True):
-        np.testing.assert_array_equal(found, wanted)
+    futures = reuse_blocks(backend, backend.submit)
+    for future, wanted in zip(futures, expected_rows(), strict=True):
+        np.testing.assert_array_equal(stored_keys(future.result()), wanted)
     backend.close()
     driver.assert_clean()
 
@@ -72,12 +71,16 @@ def test_a_forgotten_event_of_a_swap_is_a_wrong_result(forgotten, monkeypatch):
         if waiting is not getattr(self, forgotten):
             join(self, waiting, earlier)
 
+    def all_right(backend) -> bool:
+        found = backend.submit(lambda: reuse_blocks(backend, lambda part: part())).result()  # all enqueued at once
+        return all(np.array_equal(stored_keys(data), rows) for data, rows in zip(found, expected_rows(), strict=True))
+
     for schedule in SCHEDULES:
         backend, _ = make_virtual_backend(make_layout(2, 1, 64, 8, 6, 1), schedule=schedule, num_host_blocks=3)
+        assert all_right(backend)
         monkeypatch.setattr(StreamPair, "join", forget)
         try:
-            found = reuse_blocks(backend)
-            wrong += not all(map(np.array_equal, found, expected_rows()))
+            wrong += not all_right(backend)
         except DeviceError:
             wrong += 1
         monkeypatch.setattr(StreamPair, "join", join)
@@ -92,7 +95,7 @@ def test_neighbouring_blocks_are_one_copy():
     copy = driver.cuMemcpyDtoHAsync
     driver.cuMemcpyDtoHAsync = lambda *args: sizes.append(args[2]) or copy(*args)
     for block in range(6):
-        submit_write(backend, block, make_rows(block))
+        backend.submit(lambda b=block: write_block(backend, b, make_rows(b)))
     submit_swap(backend, "out", [(1, 0), (2, 1), (3, 2), (5, 3)]).result()
     assert sizes == [3 * backend.layout.block_bytes, backend.layout.block_bytes]
     backend.close()
@@ -103,7 +106,7 @@ def test_bad_pairs_are_refused_and_the_device_goes_on():
     backend, driver = make_virtual_backend(make_layout(2, 1, 64, 8, 6, 1), num_host_blocks=2)
     with pytest.raises(InvalidArgument, match="host block"):
         submit_swap(backend, "out", [(0, 2)]).result()
-    submit_write(backend, 0, make_rows(0)).result()
+    backend.submit(lambda: write_block(backend, 0, make_rows(0))).result()
     backend.close()
     driver.assert_clean()
 
