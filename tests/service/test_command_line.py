@@ -117,9 +117,9 @@ def test_parse_memory_takes_sizes_and_fractions(text, expected):
     assert parse_memory(text, 1000) == expected
 
 
-@pytest.mark.parametrize("field", ["port", "backend", "blocks", "threads", "drain_seconds"])
+@pytest.mark.parametrize("field", ["port", "backend", "blocks", "threads", "activations", "drain_seconds"])
 def test_serve_options_out_of_range_are_refused_by_name(field):
-    bad = {"port": 65536, "backend": "tpu", "blocks": 0, "threads": 0, "drain_seconds": -1.0}
+    bad = {"port": 65536, "backend": "tpu", "blocks": 0, "threads": 0, "activations": "int3", "drain_seconds": -1.0}
     with pytest.raises(InvalidArgument) as caught:
         ServeOptions(model="smollm2", shape=None, **{field: bad[field]})
     assert caught.value.field == field

@@ -41,7 +41,13 @@ def open_cpu(options: ServeOptions, shape: KvShape, on_compile: OnProgress, say:
     """Open the CPU backend; a share of --memory is one of what this process may still take."""
     layout = size_pool(options, shape, available_memory() or 0)
     num_host_blocks = size_host_pool(options, layout.block_bytes)
-    backend = CpuBackend(layout, num_threads=options.threads, on_compile=on_compile, num_host_blocks=num_host_blocks)
+    backend = CpuBackend(
+        layout,
+        num_threads=options.threads,
+        on_compile=on_compile,
+        num_host_blocks=num_host_blocks,
+        activations=options.activations,
+    )
     say(f"[bold]backend[/]  cpu, {backend.isa}, {backend.num_threads} threads ({escape(reason)})")
     say(_describe_pool(layout))
     _say_host_pool(backend, say)

@@ -10,7 +10,7 @@ from typing import Any
 
 import typer
 
-from pagedkv.config import PREEMPTION_MODES, KvShape, require
+from pagedkv.config import ACTIVATIONS, PREEMPTION_MODES, KvShape, require
 from pagedkv.dtypes import DType
 from pagedkv.errors import InvalidArgument
 
@@ -56,6 +56,7 @@ class ServeOptions:
     max_num_seqs: int = 64
     max_batch_tokens: int = 512
     threads: int | None = None
+    activations: str = "float32"
     insecure: bool = False
     drain_seconds: float = 30.0
 
@@ -72,6 +73,8 @@ class ServeOptions:
         fits = self.preemption != "swap" or has_host_pool
         require(fits, "preemption", "needs --swap-memory or --swap-blocks", self.preemption)
         require(self.threads is None or self.threads >= 1, "threads", "must be at least 1", self.threads, 1)
+        known = self.activations in ACTIVATIONS
+        require(known, "activations", f"must be one of {ACTIVATIONS}", self.activations)
         require(self.drain_seconds >= 0, "drain_seconds", "must not be negative", self.drain_seconds, 0)
 
 

@@ -17,9 +17,8 @@ from pagedkv.compute.cpu.dense_runtime import SERIAL_ELEMENTS, DenseRuntime
 from pagedkv.compute.cpu.features import Isa
 from pagedkv.compute.cpu.quant import StorageKind, check_weight
 from pagedkv.compute.cpu.threads import WorkerPool, address_of
-from pagedkv.config import require
+from pagedkv.config import ACTIVATIONS, require
 
-ACTIVATIONS: Final = ("float32", "int16")  # what the inputs of linear layers may be rounded to
 Launch = tuple[Kernel, npt.NDArray[np.int64]]
 
 _ITEMS_A_THREAD: Final = 4  # so that a thread that wakes late or is interrupted does not hold up the others
