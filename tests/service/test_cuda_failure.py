@@ -23,12 +23,14 @@ QUERIES = np.ones((1, NUM_HEADS, HEAD_DIM), np.float32)
 
 def fault_in_a_kernel(running):
     """The page pool is gone: the next kernel that touches it faults, as on a real device some time after its launch."""
+    running.is_to_fault = True
     running.driver.memory.free(running.service.backend.pool.pointer)
 
 
 def refused_launch(running):
-    """The driver refuses every launch from now on."""
-    running.driver.cuLaunchKernel = lambda *args: (CUresult.CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES,)
+    """The driver refuses every launch of a kernel or a graph from now on."""
+    for name in ("cuLaunchKernel", "cuGraphLaunch"):
+        setattr(running.driver, name, lambda *args: (CUresult.CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES,))
 
 
 async def attend(client):
