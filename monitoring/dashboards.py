@@ -20,6 +20,7 @@ _WHOLES = (  # their series sum to a pool
     "pagedkv_memory_bytes",
     "pagedkv_host_blocks",
     "pagedkv_host_state_bytes",
+    "pagedkv_host_memory_bytes",
 )
 _TITLES = {Section.DEVICE: "GPU and other devices"}
 

@@ -261,19 +261,19 @@ def test_swapped_sequences_leave_the_figures_of_the_device():
     assert (usage.num_swapped, usage.swapped_tokens, usage.host_private) == (1, 20, 2)
 
 
-@pytest.mark.parametrize("damage", ["ref_count", "free_list", "twin", "table", "sums"])
+@pytest.mark.parametrize("damage", ["holders", "free_list", "twin", "table", "sums"])
 def test_audit_finds_and_repairs_damage_to_the_host_pool(damage):
     cache = make_cache(num_host_blocks=8)
     names = make_group(cache)
     cache.swap_out(names[:1])
     host = cache.host
     match damage:
-        case "ref_count":
-            host.ref_counts[next(iter(host.ref_counts))] += 1
+        case "holders":
+            next(iter(host.holders.values()))["stranger"] = 3
         case "free_list":
             host.free.pop()
         case "twin":
-            host.host_of[60] = next(iter(host.ref_counts))
+            host.host_of[60] = next(iter(host.holders))
         case "table":
             cache._sequences[names[0]].host_table[2] = 99
         case "sums":

@@ -242,9 +242,15 @@ class CacheModel:
         return self.num_free + len(self.cached)
 
     def num_tokens(self):
+        return self._count_tokens(lambda sequence: sequence.table)
+
+    def host_tokens(self):
+        return self._count_tokens(lambda sequence: sequence.host or ())
+
+    def _count_tokens(self, table_of):
         fills = {}
         for sequence in self.sequences.values():
-            for index, block in enumerate(sequence.table):
+            for index, block in enumerate(table_of(sequence)):
                 seen = min(self.block_size, max(0, sequence.length - index * self.block_size))
                 fills[id(block)] = max(seen, fills.get(id(block), 0))
         return sum(fills.values())

@@ -66,7 +66,14 @@ def assert_host_true(samples, swapped):
     assert sum(states.values()) == value(samples, "pagedkv_host_pool_blocks") == 16
     assert sum(of(samples, "pagedkv_host_state_bytes").values()) == value(samples, "pagedkv_host_pool_bytes")
     assert value(samples, "pagedkv_swapped_sequences") == len(swapped)
-    assert value(samples, "pagedkv_swapped_tokens") == sum(view.num_tokens for view in swapped)
+    fills = {}
+    for view in swapped:
+        for index, host in enumerate(view.host_table):
+            fills[host] = max(fills.get(host, 0), min(8, max(0, view.num_tokens - index * 8)))
+    assert value(samples, "pagedkv_swapped_tokens") == sum(fills.values())
+    uses = of(samples, "pagedkv_host_memory_bytes")
+    assert sum(uses.values()) == value(samples, "pagedkv_host_pool_bytes")
+    assert uses["tail",] * len(fills) * 8 == (len(fills) * 8 - sum(fills.values())) * (uses["tail",] + uses["tokens",])
 
 
 @settings(max_examples=60, deadline=None)

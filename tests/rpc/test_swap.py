@@ -72,7 +72,7 @@ def test_sc16_forks_share_over_the_wire_after_a_swap(client, name):
     assert client.swap_out([name, name + "/fork"]).num_blocks == 5
     usage = client.usage()
     assert (usage.host_private, usage.host_shared, usage.host_free, usage.host_total) == (2, 3, 7, 12)
-    assert (usage.num_swapped, usage.swapped_tokens, usage.free) == (2, 106, 16)
+    assert (usage.num_swapped, usage.swapped_tokens, usage.free) == (2, 58, 16)
     client.swap_in([name, name + "/fork"])
     assert client.usage().shared == 3
     for sequence, rows in zip((name, name + "/fork"), more, strict=True):

@@ -52,7 +52,6 @@ class _Auditor:
         self._sequences = [sequence for sequence in sequences if sequence.host_table is None]
         self._hash_block = hash_block
         self._ref_counts: Counter[int] = Counter()
-        self._host_ref_counts: Counter[int] = Counter()
 
     def check_tables(self) -> None:
         """Count the references. A table is cut before an id outside the pool or one that it names already."""
@@ -60,7 +59,7 @@ class _Auditor:
             self._ref_counts.update(self._valid_blocks(sequence, sequence.table, self._pool.num_blocks))
         for sequence in self._swapped:
             assert sequence.host_table is not None
-            self._host_ref_counts.update(self._valid_blocks(sequence, sequence.host_table, self._pool.host.num_blocks))
+            self._valid_blocks(sequence, sequence.host_table, self._pool.host.num_blocks)
 
     def _valid_blocks(self, sequence: Sequence, table: SequenceOf[int], num_blocks: int) -> set[int]:
         valid: set[int] = set()
@@ -136,21 +135,27 @@ class _Auditor:
         return BlockState.CACHED if block in self._pool.published else BlockState.FREE
 
     def check_host(self) -> None:
-        """Compare the host blocks' ref counts and lists with the swapped tables, and the twins with both pools."""
-        host, counts = self._pool.host, self._host_ref_counts
-        if host.ref_counts != dict(counts) or host.num_shared != sum(count > 1 for count in counts.values()):
-            self.findings.append(f"host ref counts are {host.ref_counts}, the tables say {dict(counts)}")
-        if sorted([*host.free, *counts]) != list(range(host.num_blocks)):
+        """Compare the holders of host blocks with the swapped tables, and the twins with both pools."""
+        host, held = self._pool.host, self._host_holders()
+        sums = len(self._swapped), *_host_sums(held)
+        if host.holders != held or (host.num_sequences, host.num_shared, host.num_tokens) != sums:
+            self.findings.append(f"holders of host blocks are {host.holders}, the tables say {held}")
+        if sorted([*host.free, *held]) != list(range(host.num_blocks)):
             self.findings.append("the free host blocks are not those that no table names")
-        sums = len(self._swapped), sum(sequence.length for sequence in self._swapped)
-        if (host.num_sequences, host.num_tokens) != sums:
-            self.findings.append(f"host sequences and tokens are not {sums}, as the tables say")
         for block, twin in host.host_of.items():
             is_kept = self._ref_counts[block] or block in self._pool.cached or block in self._pool.holds
-            if not is_kept or twin not in counts or host.device_of.get(twin) != block:
+            if not is_kept or twin not in held or host.device_of.get(twin) != block:
                 self._doubt(block, f"it is the twin of host block {twin}, but one of them is free")
         if len(host.device_of) != len(host.host_of):
             self.findings.append("the twins of device and host blocks differ")
+
+    def _host_holders(self) -> dict[int, dict[str, int]]:
+        size, holders = self._ledger.block_size, dict[int, dict[str, int]]()
+        for sequence in self._swapped:
+            for index, host in enumerate(sequence.host_table or ()):
+                view = min(size, max(0, sequence.length - index * size))
+                holders.setdefault(host, {})[sequence.sequence_id] = view
+        return holders
 
     def check_ledger(self) -> None:
         """Compare the sums with a recount."""
@@ -188,9 +193,7 @@ class _Auditor:
         holds = Counter(source for seq in self._sequences if seq.open for source, _ in seq.open.copies)
         expected = [self._expected_state(block, holds) for block in range(pool.num_blocks)]
         pool.restore(expected, {block: count for block, count in self._ref_counts.items() if count > 1}, dict(holds))
-        pool.host.restore(
-            dict(self._host_ref_counts), len(self._swapped), sum(sequence.length for sequence in self._swapped)
-        )
+        pool.host.restore(self._host_holders(), len(self._swapped))
         for sequence in self._sequences:
             if any(block not in pool.published for block in sequence.table[: sequence.num_published]):
                 sequence.is_hashable = False
@@ -228,6 +231,12 @@ def _cut(sequence: Sequence, num_blocks: int, block_size: int) -> None:
     sequence.layer_lengths = lengths if max(lengths) > sequence.length else None
     sequence.num_published = min(sequence.num_published, num_blocks)
     sequence.open = None
+
+
+def _host_sums(holders: dict[int, dict[str, int]]) -> tuple[int, int]:
+    """Return the shared host blocks and the tokens in all of them."""
+    views = holders.values()
+    return sum(len(block) > 1 for block in views), sum(max(block.values()) for block in views)
 
 
 def _name(state: int) -> str:

@@ -37,7 +37,7 @@ class Usage:
     host_shared: int = 0  # in several
     host_total: int = 0
     num_swapped: int = 0  # sequences
-    swapped_tokens: int = 0  # tokens that they hold, shared ones once a sequence
+    swapped_tokens: int = 0  # tokens that they hold, each physical token once
 
 
 @dataclass(slots=True)

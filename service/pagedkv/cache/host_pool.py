@@ -9,54 +9,46 @@ without a copy. The twins part when the device block is given up, or written in 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 
 class HostPool:
-    """Reference counts of the host blocks, and the twins. Callers check that what they ask for is possible."""
+    """The host blocks, who holds them, and the twins. Callers check that what they ask for is possible."""
 
     __slots__ = (
         "device_of",
         "free",
+        "holders",
         "host_of",
         "num_blocks",
         "num_sequences",
         "num_shared",
         "num_tokens",
-        "ref_counts",
     )
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.free = list(range(num_blocks - 1, -1, -1))  # a stack: low ids first, so that copies coalesce
-        self.ref_counts: dict[int, int] = {}  # of the blocks in use
-        self.num_shared = 0  # of those, held more than once
+        self.holders: dict[int, dict[str, int]] = {}  # block -> the tokens that each sequence sees in it
+        self.num_shared = 0  # blocks held more than once
         self.num_sequences = 0  # swapped out
-        self.num_tokens = 0  # that they hold, shared ones once a sequence
+        self.num_tokens = 0  # that they hold, shared ones once
         self.host_of: dict[int, int] = {}  # device block -> its twin
         self.device_of: dict[int, int] = {}  # the same by host block
 
-    def take(self) -> int:
-        """Return a free block, held once."""
-        host = self.free.pop()
-        self.ref_counts[host] = 1
-        return host
+    def enter(self, host: int, sequence_id: str, view: int) -> None:
+        """Note that a sequence holds the block and sees `view` tokens of it; one just taken off `free`, or one held."""
+        views = self.holders.setdefault(host, {})
+        self.num_tokens += max(0, view - max(views.values(), default=0))
+        views[sequence_id] = view
+        self.num_shared += len(views) == 2
 
-    def acquire(self, host: int) -> None:
-        """Take one more reference to a block in use."""
-        count = self.ref_counts[host] + 1
-        self.ref_counts[host] = count
-        self.num_shared += count == 2
-
-    def release(self, hosts: Iterable[int]) -> None:
-        """Drop one reference to each; a block that nobody holds any more is free."""
-        for host in hosts:
-            count = self.ref_counts[host] - 1
-            self.num_shared -= count == 1
-            if count:
-                self.ref_counts[host] = count
-                continue
-            del self.ref_counts[host]
+    def leave(self, host: int, sequence_id: str) -> None:
+        """Drop a sequence's hold; a block that nobody holds any more is free."""
+        views = self.holders[host]
+        view = views.pop(sequence_id)
+        self.num_tokens -= max(0, view - max(views.values(), default=0))
+        self.num_shared -= len(views) == 1
+        if not views:
+            del self.holders[host]
             self.free.append(host)
             if host in self.device_of:
                 del self.host_of[self.device_of.pop(host)]
@@ -75,9 +67,10 @@ class HostPool:
         if host is not None:
             del self.device_of[host]
 
-    def restore(self, ref_counts: dict[int, int], num_sequences: int, num_tokens: int) -> None:
-        """Rebuild everything from a recount; all twins part."""
-        self.ref_counts, self.num_sequences, self.num_tokens = ref_counts, num_sequences, num_tokens
-        self.num_shared = sum(count > 1 for count in ref_counts.values())
-        self.free = [host for host in range(self.num_blocks - 1, -1, -1) if host not in ref_counts]
+    def restore(self, holders: dict[int, dict[str, int]], num_sequences: int) -> None:
+        """Rebuild everything from these holders; all twins part."""
+        self.holders, self.num_sequences = holders, num_sequences
+        self.num_shared = sum(len(views) > 1 for views in holders.values())
+        self.num_tokens = sum(max(views.values()) for views in holders.values())
+        self.free = [host for host in range(self.num_blocks - 1, -1, -1) if host not in holders]
         self.host_of, self.device_of = {}, {}

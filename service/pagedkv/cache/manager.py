@@ -299,7 +299,7 @@ class CacheManager:
             total=pool.num_blocks,
             num_tokens=self.ledger.num_tokens,
             host_free=len(host.free),
-            host_private=len(host.ref_counts) - host.num_shared,
+            host_private=len(host.holders) - host.num_shared,
             host_shared=host.num_shared,
             host_total=host.num_blocks,
             num_swapped=host.num_sequences,

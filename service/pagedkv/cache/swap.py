@@ -67,16 +67,15 @@ class Swapper:
         fresh = [block for block in blocks if block not in host.host_of]
         if len(fresh) > len(host.free):
             raise OutOfHostBlocks(needed=len(fresh), free=len(host.free), total=host.num_blocks)
-        pairs = tuple((block, host.take()) for block in fresh)
+        pairs = tuple((block, host.free.pop()) for block in fresh)
         for block, copy in pairs:
             host.pair(block, copy)
         for sequence in sequences:
             sequence.host_table = array("i", [host.host_of[block] for block in sequence.table])
-            for copy in sequence.host_table:
-                host.acquire(copy)
+            for at, copy in enumerate(sequence.host_table):
+                host.enter(copy, sequence.sequence_id, self._view(sequence, at))
         for sequence in sequences:
             self._leave_device(sequence, now)
-        host.release([copy for _, copy in pairs])  # the tables hold them now
         pool.stats.swapped_out_blocks += len(pairs)
         return SwapPlan(pairs, len(blocks) - len(pairs))
 
@@ -89,15 +88,14 @@ class Swapper:
         ledger.leave_all(sequence, 0, now)
         sequence.touched_at = now
         self._host.num_sequences += 1
-        self._host.num_tokens += sequence.length
 
     def forget(self, sequence: Sequence) -> None:
         """Give a swapped sequence's host blocks back."""
         assert sequence.host_table is not None
-        self._host.release(sequence.host_table)
+        for host in reversed(sequence.host_table):
+            self._host.leave(host, sequence.sequence_id)
         sequence.host_table = None
         self._host.num_sequences -= 1
-        self._host.num_tokens -= sequence.length
 
     def need(self, sequences: SequenceOf[Sequence], next_tokens: int) -> SwapNeed:
         """Return the blocks that these swapped sequences take, with room for each one's next tokens."""
@@ -171,7 +169,7 @@ class Swapper:
                 ledger.enter(device, sequence.sequence_id, view, now)
                 continue
             ledger.num_tokens += view
-            if host_pool.ref_counts[host] > 1:
+            if len(host_pool.holders[host]) > 1:
                 host_pool.pair(device, host)
                 ledger.see(device, sequence.sequence_id, view)
 

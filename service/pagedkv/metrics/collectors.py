@@ -120,13 +120,18 @@ def host_blocks(usage: Usage) -> dict[str, int]:
 
 
 def _host_gauges(usage: Usage, layout: KvLayout) -> dict[str, Values]:
-    blocks = host_blocks(usage)
+    blocks, used = host_blocks(usage), usage.host_private + usage.host_shared
     states: dict[tuple[str, ...], float] = {(state,): blocks[state] for state in HOST_STATE.values}
     return {
         "pagedkv_host_pool_blocks": {(): usage.host_total},
         "pagedkv_host_pool_bytes": {(): usage.host_total * layout.block_bytes},
         "pagedkv_host_blocks": states,
         "pagedkv_host_state_bytes": {labels: count * layout.block_bytes for labels, count in states.items()},
+        "pagedkv_host_memory_bytes": {
+            ("tokens",): usage.swapped_tokens * layout.token_bytes,
+            ("tail",): used * layout.block_bytes - usage.swapped_tokens * layout.token_bytes,
+            ("free",): usage.host_free * layout.block_bytes,
+        },
         "pagedkv_swapped_sequences": {(): usage.num_swapped},
         "pagedkv_swapped_tokens": {(): usage.swapped_tokens},
     }

@@ -74,6 +74,7 @@ COUNT_BUCKETS: Final = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.
 
 STATE: Final = Label("state", ("free", "cached", "private", "shared", "pinned", "in_flight"))
 HOST_STATE: Final = Label("state", ("free", "private", "shared"))
+HOST_USE: Final = Label("use", ("tokens", "tail", "free"))
 USE: Final = Label("use", ("tokens", "tail", "reserved", "cached", "held_back", "free"))
 POLICY: Final = Label("policy", ("max", "pow2", "oracle"))
 COUNTED: Final = Label("counted", ("physical", "logical"))
@@ -188,11 +189,12 @@ _MEMORY = (
     ),
     _gauge("sequences", Section.MEMORY, "Live sequences on the device.", "sequences"),
     _gauge("swapped_sequences", Section.MEMORY, "Live sequences in the host pool.", "sequences"),
-    _gauge("swapped_tokens", Section.MEMORY, "Tokens that they hold, shared ones once a sequence.", "tokens"),
+    _gauge("swapped_tokens", Section.MEMORY, "Tokens that they hold, each once.", "tokens"),
     _gauge("host_pool_blocks", Section.MEMORY, "Blocks in the host pool; 0 without one.", "blocks"),
     _gauge("host_pool_bytes", Section.MEMORY, "Bytes of the host pool.", "bytes"),
     _gauge("host_blocks", Section.MEMORY, "Host blocks by state; they sum to the host pool.", "blocks", (HOST_STATE,)),
     _gauge("host_state_bytes", Section.MEMORY, "The same in bytes.", "bytes", (HOST_STATE,)),
+    _gauge("host_memory_bytes", Section.MEMORY, "Bytes of the host pool by use.", "bytes", (HOST_USE,)),
     _gauge("tokens", Section.MEMORY, "Tokens held, each once (physical) or once a sequence.", "tokens", (COUNTED,)),
     _counter("allocated_blocks", Section.MEMORY, "Blocks taken from the pool.", "blocks"),
     _counter("released_blocks", Section.MEMORY, "Blocks given back by their last holder.", "blocks"),

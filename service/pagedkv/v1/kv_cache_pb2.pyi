@@ -885,7 +885,7 @@ class GetUsageResponse(_message.Message):
     swapped_sequence_count: _builtins.int
     """Sequences that are swapped out."""
     swapped_token_count: _builtins.int
-    """Tokens that they hold, shared ones once a sequence."""
+    """Tokens that they hold, shared ones once."""
     def __init__(
         self,
         *,
