@@ -1,5 +1,7 @@
 // y = x / sqrt(mean(x^2) + epsilon) * weight; with ADD, x += residual first. A CTA per row, which stays in L1 between
-// the two passes. -D ADD (0 or 1) VECTOR (elements a thread moves at once: 4, or 1 where the width is no multiple of 4)
+// the two passes.
+//
+// -D ADD (0 or 1) VECTOR (elements a thread moves at once: 4, or 1 where the width is no multiple of 4) NUM_THREADS
 #include "softmax.cuh"
 
 struct Part {
@@ -25,15 +27,17 @@ __device__ __forceinline__ void store_part(float* address, const Part& part) {
         *address = part.values[0];
 }
 
-extern "C" __global__ void rms_norm(float* x,                              // [num_rows, width]
-                                    const float* __restrict__ residual,    // [num_rows, width]; read with ADD only
-                                    const float* __restrict__ weight,      // [width]
-                                    float* __restrict__ y,                 // [num_rows, width]
-                                    const int64 width, const float epsilon) {
-    __shared__ float partial[32];
+extern "C" __global__ void __launch_bounds__(NUM_THREADS) rms_norm(
+    float* x,                            // [num_rows, width]
+    const float* __restrict__ residual,  // [num_rows, width]; read with ADD only
+    const float* __restrict__ weight,    // [width]
+    float* __restrict__ y,               // [num_rows, width]
+    const int64 width, const float epsilon) {
+    __shared__ float partial[NUM_THREADS / 32];
     const int64 base = blockIdx.x * width;
     float sum = 0.0f;
-    for (int64 i = threadIdx.x * VECTOR; i < width; i += blockDim.x * VECTOR) {
+#pragma unroll 2
+    for (int64 i = threadIdx.x * VECTOR; i < width; i += NUM_THREADS * VECTOR) {
         Part part = load_part(x + base + i);
         if constexpr (ADD) {
             const Part other = load_part(residual + base + i);
@@ -48,9 +52,11 @@ extern "C" __global__ void rms_norm(float* x,                              // [n
     if ((threadIdx.x & 31) == 0) partial[threadIdx.x >> 5] = sum;
     __syncthreads();
     sum = 0.0f;
-    for (int warp = 0; warp < blockDim.x / 32; warp++) sum += partial[warp];
+#pragma unroll
+    for (int warp = 0; warp < NUM_THREADS / 32; warp++) sum += partial[warp];
     const float factor = 1.0f / sqrtf(sum / (float)width + epsilon);
-    for (int64 i = threadIdx.x * VECTOR; i < width; i += blockDim.x * VECTOR) {
+#pragma unroll 2
+    for (int64 i = threadIdx.x * VECTOR; i < width; i += NUM_THREADS * VECTOR) {
         Part part = load_part(x + base + i);
         const Part gain = load_part(weight + i);
 #pragma unroll

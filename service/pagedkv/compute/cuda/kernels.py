@@ -55,7 +55,7 @@ class Variant:
 
 def plain_variant(name: str, **macros: int) -> Variant:
     """Return a variant of anything but attention."""
-    threads = 256 if name in ("rms_norm", "sample", "copy_blocks") else 128
+    threads = 256 if name in ("sample", "copy_blocks") else 128
     return Variant(name, tuple(macros.items()), _SIGNATURES[name], threads)
 
 
@@ -71,7 +71,9 @@ def rope_write_variant(shape: KvShape) -> Variant:
 
 def norm_variant(width: int, *, add: bool = False) -> Variant:
     """Return the variant of rms_norm for rows of `width`, which adds a residual first where `add`."""
-    return plain_variant("rms_norm", ADD=int(add), VECTOR=1 if width % 4 else 4)
+    threads = 32 if width <= 256 else 256  # a head, or a row of activations
+    macros = {"ADD": int(add), "VECTOR": 1 if width % 4 else 4, "NUM_THREADS": threads}
+    return Variant("rms_norm", tuple(macros.items()), _SIGNATURES["rms_norm"], threads)
 
 
 def storage_code(dtype: DType) -> int:
@@ -131,7 +133,7 @@ def all_variants(shape: KvShape) -> list[Variant]:
     """Return every variant that a backend of this shape can come to need."""
     chosen = {choose_attention(shape, rows) for rows in (*range(1, 9), 16, 32, 64)}
     chosen |= {write_variant(shape, source) for source in (0, 1, 2)} | {rope_write_variant(shape)}
-    chosen |= {norm_variant(width, add=add) for width in (1, 4) for add in (False, True)}
+    chosen |= {norm_variant(width, add=add) for width in (1, 4, 257, 260) for add in (False, True)}
     chosen |= {plain_variant("cast", SOURCE=a, TARGET=b) for a in (0, 1, 2) for b in (0, 1, 2) if a != b}
     chosen |= {plain_variant("embedding", SOURCE=source) for source in (0, 1, 2)}
     names = ("copy_blocks", "merge_states", "rope", "silu_mul", "add", "split", "sample", "echo")
