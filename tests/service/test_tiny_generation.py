@@ -99,6 +99,23 @@ def read(url):
         return response.read().decode()
 
 
+async def test_every_decode_step_counts_as_one_kernel_and_no_operation_counts_twice(model, reference, backend):
+    """A step is recorded, or captured, once and repeated: the repeats are kernels of the metrics all the same."""
+    async with whole_service(model, backend, metrics_port=0) as running:
+        await generate(running.client, PROMPT)
+        samples = (await asyncio.to_thread(read, f"{running.service.metrics_url}/metrics")).splitlines()
+    launches = {name: figure(samples, "launches", name) for name in ("decode_step", "attend", "write_kv", "linear")}
+    assert launches["decode_step"] == NUM_TOKENS - 1
+    assert launches["attend"] == launches["write_kv"] == 2  # the prefill's, one a layer
+    assert launches["linear"] > 0
+    assert figure(samples, "seconds", "decode_step") > 0
+
+
+def figure(samples, what, kernel):
+    (line,) = [line for line in samples if line.startswith(f'pagedkv_kernel_{what}_total{{kernel="{kernel}"}}')]
+    return float(line.split()[-1])
+
+
 async def test_a_stop_text_ends_the_stream_before_it(model, reference, backend):
     async with whole_service(model, backend) as running:
         prompt, count, stop = await find_stop(running.client, reference)

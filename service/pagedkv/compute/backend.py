@@ -209,6 +209,12 @@ class Backend(KvOps, DenseOps, Protocol):
         result is valid until the next call.
         """
 
+    def stopwatch(self, done: Callable[[float], None]) -> Callable[[], None]:
+        """Start timing what the running job has the device do from here on; the returned function stops.
+
+        `done` is told the seconds that the device spent, when that work is complete and before the job's future is.
+        """
+
     def from_host(self, array: npt.NDArray[Any]) -> Tensor:
         """Return the array as a tensor; the caller leaves the array unchanged until the job has completed."""
 

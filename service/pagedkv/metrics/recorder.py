@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 import re
-import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, Concatenate, Final, ParamSpec
@@ -17,7 +17,16 @@ from pagedkv.metrics.series import SeriesStore
 
 _log = logging.getLogger(__name__)
 _TRACE_CONTEXT: Final = re.compile(r"[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
-_TIMED_KERNELS: Final = ("attend", "write_kv", "copy_blocks", "merge_states", "linear")
+_TIMED_KERNELS: Final = {  # operations of a backend, and the kernel's name in the metrics
+    "repeat": "decode_step",
+    "attend": "attend",
+    "write_kv": "write_kv",
+    "rope_write_kv": "write_kv",
+    "copy_blocks": "copy_blocks",
+    "merge_states": "merge_states",
+    "linear": "linear",
+    "linear_many": "linear",
+}
 _SHOWN_FROM_THE_START: Final = (
     "leases_expired",
     "requests_received",
@@ -172,23 +181,35 @@ class Recorder:
         self.store.histogram(name).observe(seconds, None if request is None else request.trace_id)
 
 
-def time_kernels(backend: Any, recorder: Recorder, clock: Callable[[], float] = time.perf_counter) -> None:
-    """Have the backend's operations report how long they ran. Right where an operation returns when it is done."""
-    for name in _TIMED_KERNELS:
-        if hasattr(backend, name):
-            setattr(backend, name, _timed(getattr(backend, name), name, recorder, clock))
+class KernelTimer:
+    """Has a backend's operations report the device time of each; what runs inside another is part of that one."""
 
+    def __init__(self, backend: Any, recorder: Recorder) -> None:
+        self._backend, self._recorder = backend, recorder
+        self._is_inside = False  # operations run on the device's thread, one after another
+        for name, kernel in _TIMED_KERNELS.items():
+            if hasattr(backend, name):
+                setattr(backend, name, self._timed(getattr(backend, name), kernel))
 
-def _timed(operation: Callable[..., Any], name: str, recorder: Recorder, clock: Callable[[], float]) -> Any:
-    @functools.wraps(operation)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        started = clock()
-        try:
-            return operation(*args, **kwargs)
-        finally:
-            recorder.on_kernel(name, clock() - started)
+    def _timed(self, operation: Callable[..., Any], kernel: str) -> Any:
+        @functools.wraps(operation)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._is_inside:
+                return operation(*args, **kwargs)
+            self._is_inside = True
+            stop = self._backend.stopwatch(functools.partial(self._recorder.on_kernel, kernel))
+            try:
+                result = operation(*args, **kwargs)
+            except BaseException:
+                with suppress(Exception):  # what the operation met says more than what a failed device answers now
+                    stop()
+                raise
+            finally:
+                self._is_inside = False
+            stop()
+            return result
 
-    return call
+        return call
 
 
 def trace_id_of(trace_context: str | None) -> str | None:

@@ -11,7 +11,7 @@ from pagedkv.engine import EngineObserver
 from pagedkv.metrics.collectors import EngineView, LiveCollector
 from pagedkv.metrics.exposition import Exposition
 from pagedkv.metrics.frames import FrameSource
-from pagedkv.metrics.recorder import Recorder, time_kernels
+from pagedkv.metrics.recorder import KernelTimer, Recorder
 from pagedkv.metrics.tracing import ObserverGroup, make_tracer
 
 
@@ -54,5 +54,5 @@ class ServiceMetrics:
         self._collector.is_healthy = is_healthy
 
     def watch_backend(self, backend: Any) -> None:
-        """Time the backend's kernels from now on; right for backends whose operations return when they are done."""
-        time_kernels(backend, self.recorder)
+        """Time the backend's kernels from now on."""
+        KernelTimer(backend, self.recorder)

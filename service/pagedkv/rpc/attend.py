@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -56,11 +55,16 @@ class AttendPlan:
 
 @dataclass(frozen=True, slots=True)
 class Attended:
-    """Output and lse of one call's queries, and the seconds of the job that it was part of."""
+    """Output and lse of one call's queries; `job_seconds` gets the seconds of the job that it was part of."""
 
     output: Array
     lse: Array
-    seconds: float
+    job_seconds: list[float]
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that the device spent on the job; valid once it is complete."""
+        return self.job_seconds[0]
 
 
 def plan_attend(request: kv_cache_pb2.AttendRequest, cache: CacheManager, layout: KvLayout) -> AttendPlan:
@@ -152,7 +156,8 @@ def slots_of(
 
 def run_plans(backend: Backend, plans: Sequence[AttendPlan]) -> list[Attended]:
     """Copy, write and attend for plans of one key, inside a device job; the answers come in the plans' order."""
-    started = time.perf_counter()
+    seconds: list[float] = []
+    stop = backend.stopwatch(seconds.append)
     first = plans[0]
     copies = [copy for plan in plans for reservation in plan.reservations for copy in reservation.copies]
     if copies:
@@ -164,7 +169,7 @@ def run_plans(backend: Backend, plans: Sequence[AttendPlan]) -> list[Attended]:
     queries = first.queries if len(plans) == 1 else np.concatenate([plan.queries for plan in plans])
     result = backend.attend(first.layer, backend.from_host(queries), _to_batch(plans), first.params)
     output, lse = backend.to_host(result.output), backend.to_host(result.lse)
-    seconds = time.perf_counter() - started
+    stop()
     ends = np.cumsum([len(plan.queries) for plan in plans])
     return [
         Attended(output[end - len(plan.queries) : end], lse[end - len(plan.queries) : end], seconds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -101,6 +102,11 @@ class CpuBackend(CpuKvOps, CpuDenseOps):
     def submit(self, job: Callable[[], T]) -> Future[T]:
         """See `Backend.submit`."""
         return self._queue.submit(job)
+
+    def stopwatch(self, done: Callable[[float], None]) -> Callable[[], None]:
+        """See `Backend.stopwatch`."""
+        started = time.perf_counter()
+        return lambda: done(time.perf_counter() - started)
 
     def from_host(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Return the array itself."""

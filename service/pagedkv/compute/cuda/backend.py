@@ -95,6 +95,10 @@ class CudaBackend(CudaDenseOps):
         """See `KvOps.swap_in`."""
         self.host_pool.copy_in(pairs)
 
+    def stopwatch(self, done: Callable[[float], None]) -> Callable[[], None]:
+        """See `Backend.stopwatch`; by events on the compute stream."""
+        return self.device.stopwatch(done)
+
     def from_host(self, array: npt.NDArray[Any]) -> DeviceArray:
         """See `Backend.from_host`."""
         return self.device.upload(array)

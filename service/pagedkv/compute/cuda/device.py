@@ -54,7 +54,7 @@ class Device:
         version = int(self.driver.call("cuDriverGetVersion"))
         require_driver(version, self.compiler.version, self.target.is_ptx)
         self.context = Context(self.driver, ordinal)
-        self.events = Events(self.context)
+        self.events, self.timing_events = Events(self.context), Events(self.context, with_times=True)
         self.streams = StreamPair(self.context, self.events)
         self.scratch, self.pinned = ScratchMemory(self.context), PinnedMemory(self.context)
         self._lasting = self.scratch  # for uploads: no replay of a recorded step writes to it
@@ -168,6 +168,17 @@ class Device:
         """Return what bears the errors of a device that failed before, whose context may refuse every call."""
         return nullcontext() if self.queue.failure is None else suppress(Exception)
 
+    def stopwatch(self, done: Callable[[float], None]) -> Callable[[], None]:
+        """See `Backend.stopwatch`. Not to be called while a step is recorded: a graph's events have no times."""
+        events, stream = self.timing_events, self.streams.compute
+        start = events.record(stream)
+
+        def stop() -> None:
+            end = events.record(stream)
+            self.queue.at_completion(lambda: done(events.seconds_between(start, end)))
+
+        return stop
+
     def close(self) -> None:
         """Finish all jobs, then free everything. Not to be called from a job; idempotent."""
         if self.is_closed:
@@ -187,4 +198,5 @@ class Device:
         self.scratch.release()
         self.pinned.release()
         self.events.destroy()
+        self.timing_events.destroy()
         self.streams.destroy()
