@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from pagedkv.config import ACTIVATIONS
 from pagedkv.dtypes import DType
 from pagedkv.model.hub import fetch_smollm2
 from tests.bench.generate_figures import Rates, Reply, Samples, equal_tokens
@@ -33,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
     """Start the systems, load them in turns, print the tables, write the JSON."""
     options, load_before = parse(argv), os.getloadavg()[0]
     machine, service = Machine(), Service(options)
-    systems: list[System] = [service]
+    systems: list[System] = [service, *(Service(options, activations) for activations in options.rounded)]
     try:
         missing = start_peers(systems, options, machine.num_threads)
         notes = warm_up(systems, missing, options.prompt_tokens)
@@ -64,6 +65,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--rounds", type=int, nargs="+", default=[3, 2, 1], help="one number for each concurrency")
     parser.add_argument("--dtype", default="float32", help="of pagedkv's KV")
+    rounded = "other activations of pagedkv to time beside float32; none: leave it out"
+    parser.add_argument("--rounded", nargs="*", default=["int16"], choices=ACTIVATIONS[1:], help=rounded)
     options = parser.parse_args(argv)
     if unknown := set(options.peers or ()) - set(names):
         parser.error(f"unknown peers {sorted(unknown)}; known: {', '.join(names)}")
