@@ -1,16 +1,18 @@
-"""Decode attention over cold paged KV beside the read bandwidth and, with --peers, PyTorch: `./run bench attention`."""
+"""Decode attention over cold paged KV beside the read bandwidth and, with --peers, PyTorch and vLLM's CPU backend:
+`./run bench attention`."""
 
 from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from pagedkv.dtypes import DType
 from tests.bench.attention_common import ROTATION_BYTES, FilledPool, ReadLimit, Shape
-from tests.bench.peers import TorchPeer
-from tests.bench.report import median_p10, print_table, write_result
+from tests.bench.peers import AttentionPeer, start_attention_peers
+from tests.bench.report import median_p10, print_peers, print_table, write_result
 
 SHAPES = (
     Shape(1, 4096, 32, 8, 128),
@@ -20,52 +22,68 @@ SHAPES = (
 )
 DTYPES = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16, DType.INT8, DType.FLOAT8_E4M3)
 TOLERANCE = {DType.INT8: 0.02, DType.FLOAT8_E4M3: 0.1}
-COLUMNS = ("shape, dtype", "limit ms", "ours ms", "share of limit", "share at p10", "peer ms", "peer / ours")
+COLUMNS = ("shape, dtype", "limit ms", "ours ms", "share", "at p10")
 
 
-def measure(shape: Shape, dtype: DType, limit: ReadLimit, peer: TorchPeer | None, rounds: int) -> dict[str, Any]:
-    """Time one problem; ours, the limit and the peer take turns, after the result was compared with the oracle."""
+def measure(
+    shape: Shape, dtype: DType, limit: ReadLimit, all_peers: Sequence[AttentionPeer], rounds: int
+) -> dict[str, Any]:
+    """Time one problem; ours, the limit and the peers take turns, after the result was compared with the oracle."""
     pool = FilledPool(shape, dtype, block_size=16)
     error = pool.error()
     assert error <= TOLERANCE.get(dtype, 2e-6), f"{shape} {dtype}: error {error:.1e}"
-    has_peer = peer is not None and not dtype.is_quantized
-    if peer is not None and has_peer:
+    peers = () if dtype.is_quantized else all_peers
+    for peer in peers:
         request = {**asdict(shape), "dtype": str(dtype), "rotation_bytes": ROTATION_BYTES}
         peer.prepare(request, pool.backend.num_threads)
-    samples: dict[str, list[float]] = {"ours": [], "limit": [], "peer": []}
+    samples: dict[str, list[float]] = {name: [] for name in ("ours", "limit", *(peer.label for peer in peers))}
     for _ in range(rounds):
         samples["ours"].append(1e3 * pool.seconds())
         samples["limit"].append(1e3 * limit.seconds(shape.kv_bytes(dtype)))
-        if peer is not None and has_peer:
-            samples["peer"].append(1e3 * peer.seconds())
+        for peer in peers:
+            samples[peer.label].append(1e3 * peer.seconds())
             time.sleep(0.02)  # its idle threads spin for a while, which the next turns must not pay for
     pool.close()
-    timings = {name: median_p10(values)._asdict() for name, values in samples.items() if values}
+    timings = {name: median_p10(values)._asdict() for name, values in samples.items()}
     return {"shape": asdict(shape), "dtype": str(dtype), "error": error, "milliseconds": timings}
 
 
-def row(result: dict[str, Any]) -> list[object]:
+def row(result: dict[str, Any], labels: Sequence[str]) -> list[object]:
     timings, shape = result["milliseconds"], result["shape"]
     ours, limit = timings["ours"], timings["limit"]
     label = f"({', '.join(str(shape[name]) for name in list(shape)[:5])}) {result['dtype']}"
-    peer = timings.get("peer", {}).get("median")
     shares = [limit["median"] / ours["median"], limit["p10"] / ours["p10"]]
-    return [label, limit["median"], ours["median"], *shares, peer or "-", peer / ours["median"] if peer else "-"]
+    return [label, limit["median"], ours["median"], *shares, *peer_cells(timings, labels)]
+
+
+def peer_cells(timings: Mapping[str, Mapping[str, float]], labels: Sequence[str]) -> list[object]:
+    """Return each peer's median and how many times as long the fastest of them takes as we do."""
+    times = [timings[label]["median"] if label in timings else None for label in labels]
+    known = [time for time in times if time is not None]
+    ratios = [min(known) / timings["ours"]["median"] if known else "-"] if labels else []
+    return [*("-" if time is None else time for time in times), *ratios]
+
+
+def peer_columns(labels: Sequence[str]) -> list[str]:
+    """Return the headings of `peer_cells`."""
+    return [*labels, "best / ours"] if labels else []
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="./run bench attention", description=__doc__)
-    parser.add_argument("--peers", action="store_true", help="time PyTorch too, in an environment made for it")
+    parser.add_argument("--peers", action="store_true", help="time PyTorch and vLLM too, in environments made for them")
     parser.add_argument("--rounds", type=int, default=25, help="timed calls of each")
     parser.add_argument("--dtypes", nargs="+", choices=[str(dtype) for dtype in DTYPES], default=None)
     options = parser.parse_args(argv)
-    peer = TorchPeer() if options.peers else None
-    limit = ReadLimit()
+    peers, missing = start_attention_peers(options.peers)
+    limit, labels = ReadLimit(), [peer.label for peer in peers]
     dtypes = [DType(name) for name in options.dtypes] if options.dtypes else DTYPES
-    results = [measure(shape, dtype, limit, peer, options.rounds) for dtype in dtypes for shape in SHAPES]
-    name = peer.name if peer else "none asked for"
-    print_table(f"Decode attention, block size 16, cold KV; peer: {name}", COLUMNS, [row(item) for item in results])
-    print(write_result("attention", {"peer": name, "block_size": 16, "results": results}))
-    if peer:
+    results = [measure(shape, dtype, limit, peers, options.rounds) for dtype in dtypes for shape in SHAPES]
+    names = {peer.label: peer.name for peer in peers}
+    rows = [row(item, labels) for item in results]
+    print_table("Decode attention, block size 16, cold KV, times in ms", [*COLUMNS, *peer_columns(labels)], rows)
+    print_peers(names, missing)
+    print(write_result("attention", {"peers": names, "missing": missing, "block_size": 16, "results": results}))
+    for peer in peers:
         peer.close()
     return 0

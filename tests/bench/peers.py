@@ -58,6 +58,14 @@ VLLM = Environment(
 )
 
 
+# Label, environment, script and its arguments; vLLM at the benchmark's own block size and at its best.
+_ATTENTION_PEERS: tuple[tuple[str, Environment, str, *tuple[str, ...]], ...] = (
+    ("PyTorch", TORCH, "attention_peer.py"),
+    ("vLLM 16", VLLM, "attention_peer_vllm.py", "16"),
+    ("vLLM 128", VLLM, "attention_peer_vllm.py", "128"),
+)
+
+
 class LineProcess:
     """A script in a peer's environment that answers each line of JSON with one; it lives until `close`.
 
@@ -108,11 +116,12 @@ class LineProcess:
         return dict(json.loads(line))
 
 
-class TorchPeer:
-    """PyTorch's scaled_dot_product_attention in its subprocess."""
+class AttentionPeer:
+    """An attention kernel of another project in its subprocess. Raises PeerUnavailable if it cannot run."""
 
-    def __init__(self) -> None:
-        self._process = LineProcess(TORCH.python(), "attention_peer.py")
+    def __init__(self, label: str, environment: Environment, script: str, *arguments: str) -> None:
+        self.label = label
+        self._process = LineProcess(environment.python(), script, arguments)
         self.name = str(self._process.first["name"])
 
     def prepare(self, shape: dict[str, Any], num_threads: int) -> None:
@@ -126,6 +135,19 @@ class TorchPeer:
     def close(self) -> None:
         """End the process."""
         self._process.close()
+
+
+def start_attention_peers(wanted: bool) -> tuple[list[AttentionPeer], dict[str, str]]:
+    """Return the attention peers that run, and why the others do not, by label."""
+    peers: list[AttentionPeer] = []
+    missing: dict[str, str] = {}
+    for label, environment, script, *arguments in _ATTENTION_PEERS if wanted else ():
+        try:
+            peers.append(AttentionPeer(label, environment, script, *arguments))
+        except PeerUnavailable as error:
+            missing[label] = str(error)
+            print(f"{label}: not timed, {error}", file=sys.stderr)
+    return peers, missing
 
 
 def last_line(text: str) -> str:

@@ -1,9 +1,10 @@
-"""Causal prefill on paged KV, alone and on a context, and with --peers PyTorch: `./run bench prefill`."""
+"""Causal prefill on paged KV, alone and on a context, and with --peers PyTorch and vLLM: `./run bench prefill`."""
 
 from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -12,16 +13,17 @@ import numpy as np
 from pagedkv.compute.cpu.compile_cache import compile_kernel
 from pagedkv.compute.cpu.simd import add, fma, load_i64, splat, store
 from pagedkv.dtypes import DType
+from tests.bench.attention_bench import peer_cells, peer_columns
 from tests.bench.attention_common import FilledPool, Shape
-from tests.bench.peers import TorchPeer
-from tests.bench.report import median_p10, print_table, write_result
+from tests.bench.peers import AttentionPeer, start_attention_peers
+from tests.bench.report import median_p10, print_peers, print_table, write_result
 
 SHAPES = tuple(
     Shape(1, length + context, 32, 8, 128, query_len=length) for length in (512, 2048) for context in (0, 4096)
 )
 DTYPES = (DType.FLOAT32, DType.BFLOAT16)
 ROTATION_BYTES = 1 << 27
-COLUMNS = ("queries on context, dtype", "ours ms", "GFLOP/s", "share of FMA peak", "peer ms", "peer / ours")
+COLUMNS = ("queries on context, dtype", "ours ms", "GFLOP/s", "of FMA peak")
 _FMAS = 1 << 20
 
 
@@ -39,28 +41,28 @@ def fma_seconds_per_flop(num_threads: int, seconds: float) -> float:
     return seconds / (num_threads * _FMAS * 8 * 16 * 2)
 
 
-def measure(shape: Shape, dtype: DType, peer: TorchPeer | None, rounds: int) -> dict[str, Any]:
-    """Time one problem in turns with the peer and the peak, after comparing it with the oracle."""
+def measure(shape: Shape, dtype: DType, peers: Sequence[AttentionPeer], rounds: int) -> dict[str, Any]:
+    """Time one problem in turns with the peers and the peak, after comparing it with the oracle."""
     pool = FilledPool(shape, dtype, 16, rotation_bytes=ROTATION_BYTES)
     error = pool.error()
     assert error <= 2e-6, f"{shape} {dtype}: error {error:.1e}"
-    if peer:
+    for peer in peers:
         request = {**asdict(shape), "dtype": str(dtype), "rotation_bytes": ROTATION_BYTES}
         peer.prepare(request, pool.backend.num_threads)
     kernel, out = compile_kernel(_fma_chains, "fma-chains", (), (__file__,)), np.zeros(32, np.float32)
     args = np.array([0, 1, out.ctypes.data], np.int64)
-    samples: dict[str, list[float]] = {"ours": [], "peak": [], "peer": []}
+    samples: dict[str, list[float]] = {name: [] for name in ("ours", "peak", *(peer.label for peer in peers))}
     for _ in range(rounds):
         samples["ours"].append(1e3 * pool.seconds())
         start = time.perf_counter()
         kernel.call(args.ctypes.data, 0)
         per_flop = fma_seconds_per_flop(1, time.perf_counter() - start) / pool.backend.num_threads
         samples["peak"].append(1e3 * per_flop * shape.flops())
-        if peer:
-            samples["peer"].append(1e3 * peer.seconds())
+        for peer in peers:
+            samples[peer.label].append(1e3 * peer.seconds())
             time.sleep(0.02)  # its idle threads spin for a while, which the next turns must not pay for
     pool.close()
-    timings = {name: median_p10(values)._asdict() for name, values in samples.items() if values}
+    timings = {name: median_p10(values)._asdict() for name, values in samples.items()}
     return {
         "shape": asdict(shape),
         "dtype": str(dtype),
@@ -70,25 +72,25 @@ def measure(shape: Shape, dtype: DType, peer: TorchPeer | None, rounds: int) -> 
     }
 
 
-def row(result: dict[str, Any]) -> list[object]:
+def row(result: dict[str, Any], labels: Sequence[str]) -> list[object]:
     timings, shape = result["milliseconds"], result["shape"]
-    ours, peer = timings["ours"]["median"], timings.get("peer", {}).get("median")
+    ours = timings["ours"]["median"]
     label = f"{shape['query_len']} on {shape['context'] - shape['query_len']}, {result['dtype']}"
-    share = timings["peak"]["median"] / ours
-    return [label, ours, result["gflops"], share, peer or "-", peer / ours if peer else "-"]
+    return [label, ours, result["gflops"], timings["peak"]["median"] / ours, *peer_cells(timings, labels)]
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="./run bench prefill", description=__doc__)
-    parser.add_argument("--peers", action="store_true", help="time PyTorch too, in an environment made for it")
+    parser.add_argument("--peers", action="store_true", help="time PyTorch and vLLM too, in environments made for them")
     parser.add_argument("--rounds", type=int, default=9, help="timed calls of each")
     options = parser.parse_args(argv)
-    peer = TorchPeer() if options.peers else None
-    results = [measure(shape, dtype, peer, options.rounds) for dtype in DTYPES for shape in SHAPES]
-    name = peer.name if peer else "none asked for"
-    title = f"Causal prefill, 32 heads, 8 KV heads, head dim 128, block size 16; peer: {name}"
-    print_table(title, COLUMNS, [row(item) for item in results])
-    print(write_result("prefill", {"peer": name, "block_size": 16, "results": results}))
-    if peer:
+    peers, missing = start_attention_peers(options.peers)
+    labels, names = [peer.label for peer in peers], {peer.label: peer.name for peer in peers}
+    results = [measure(shape, dtype, peers, options.rounds) for dtype in DTYPES for shape in SHAPES]
+    title = "Causal prefill, 32 heads, 8 KV heads, head dim 128, block size 16, times in ms"
+    print_table(title, [*COLUMNS, *peer_columns(labels)], [row(item, labels) for item in results])
+    print_peers(names, missing)
+    print(write_result("prefill", {"peers": names, "missing": missing, "block_size": 16, "results": results}))
+    for peer in peers:
         peer.close()
     return 0

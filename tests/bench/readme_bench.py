@@ -97,8 +97,11 @@ def _attention_rows() -> Iterator[tuple[str, str, str]]:
             continue
         ours, limit = times["ours"]["median"], times["limit"]["median"]
         figure = f"{ours:.1f} ms, {limit / ours:.2f} of the read bandwidth"
-        if times.get("peer"):
-            figure += f", {times['peer']['median'] / ours:.1f} times as fast as {results['peer']}"
+        peers = {label: times[label]["median"] for label in results["peers"] if label in times}
+        if peers:
+            figure += ", " + ", ".join(
+                f"{theirs / ours:.1f} times as fast as {label}" for label, theirs in peers.items()
+            )
         what = f"decode attention {row['dtype']}, batch {shape['batch']}, context {shape['context']}, 32/8 heads of 128"
         yield what, figure, "attention --peers"
 

@@ -68,6 +68,14 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[obje
     Console(width=None if sys.stdout.isatty() else WIDTH).print(table)
 
 
+def print_peers(names: Mapping[str, str], missing: Mapping[str, str]) -> None:
+    """Say under a table which peers were there, by label, and why the others were not."""
+    if names:
+        print("; ".join(f"{label}: {name}" for label, name in names.items()))
+    for label, reason in missing.items():
+        print(f"{label}: not installed, {reason}")
+
+
 def _cell(value: object) -> str:
     if not isinstance(value, float):
         return str(value)
