@@ -10,10 +10,11 @@ import pytest
 
 from compute_dense.weights import make_weight
 from helpers.model_runner import BLOCK_SIZE
+from helpers.tiny_models import make_tiny_model
 from pagedkv.compute.backend import AttentionBatch
 from pagedkv.compute.cpu.backend import CpuBackend
 from pagedkv.compute.layout import KvLayout
-from pagedkv.model import StepInput, load_model, read_model_config
+from pagedkv.model import Decoder, StepInput, load_model, read_model_config
 
 NUM_BLOCKS = 64
 
@@ -30,7 +31,7 @@ def backend(model):
     return model.decoder._ops
 
 
-def make_step(context_lens: list[int], seed: int = 0) -> StepInput:
+def make_step(context_lens: list[int], seed: int = 0, vocab_size: int = 40_000) -> StepInput:
     """One new token for each sequence, on blocks of its own in random order."""
     rng = np.random.default_rng(seed)
     contexts = np.array(context_lens, np.int32)
@@ -40,7 +41,7 @@ def make_step(context_lens: list[int], seed: int = 0) -> StepInput:
     slots = tables[np.arange(len(contexts)), positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE
     rows = np.arange(len(contexts) + 1, dtype=np.int32)
     return StepInput(
-        token_ids=rng.integers(0, 40_000, len(contexts)).astype(np.int32),
+        token_ids=rng.integers(0, vocab_size, len(contexts)).astype(np.int32),
         positions=positions,
         slot_mapping=slots + positions % BLOCK_SIZE,
         batch=AttentionBatch(tables, contexts, rows),
@@ -93,6 +94,26 @@ def test_repeated_step_refuses_a_block_outside_the_pool(model, backend):
     step.batch.block_tables[0, 0] = NUM_BLOCKS
     with pytest.raises(Exception, match="block_tables"):
         model.decoder.forward(step)
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
+def test_decode_step_of_every_architecture_is_recorded_and_repeats_its_bits(tmp_path, monkeypatch, arch):
+    path = make_tiny_model(tmp_path, arch=arch)
+    backend = CpuBackend(KvLayout(read_model_config(path).kv_shape(), NUM_BLOCKS, BLOCK_SIZE))
+    model = load_model(path, backend)
+    rng, calls = np.random.default_rng(0), []
+    steps = [make_step(list(rng.integers(1, 40, 3)), seed, vocab_size=200) for seed in range(3)]
+    fill_pool(backend)
+    monkeypatch.setattr(
+        model.decoder, "_decode", lambda arrays: calls.append(1) or Decoder._decode(model.decoder, arrays)
+    )
+    repeated = [model.decoder.forward(step).copy() for step in steps]
+    assert len(calls) == 1
+    fill_pool(backend)
+    monkeypatch.setattr(StepInput, "is_decode", False)
+    for step, logits in zip(steps, repeated, strict=True):
+        np.testing.assert_array_equal(model.decoder.forward(step), logits)
+    backend.close()
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from pagedkv.compute.cpu.dense_runtime import SERIAL_ELEMENTS
 from pagedkv.compute.cpu.features import Isa
 from pagedkv.compute.cpu.threads import Recording, WorkerPool, address_of
 
-_ROW_KERNELS: Final = ("rms_norm", "add_rms_norm", "silu_mul", "rope")
+_ROW_KERNELS: Final = ("rms_norm", "add_rms_norm", "silu_mul", "rope", "add_bias")
 
 
 @dataclass(frozen=True, slots=True)

@@ -207,6 +207,21 @@ def make_rms_norm_kernel(width: int, *, is_sum: bool = False) -> KernelBody:
     return rms_norm
 
 
+def make_add_bias_kernel(width: int) -> KernelBody:
+    """Return the kernel x[row] += bias over rows that lie X_BYTES apart."""
+
+    def add_bias(args: int, thread: int) -> None:
+        size, bias = load_i64(args + WIDTH), load_i64(args + SECOND)
+        item = claim(args)
+        while item >= 0:
+            x = load_i64(args + X) + load_i64(args + X_BYTES) * item
+            for lane in range(0, size, width):
+                store(x + 4 * lane, add(load(x + 4 * lane, width), load(bias + 4 * lane, width)))
+            item = claim(args)
+
+    return add_bias
+
+
 def make_silu_mul_kernel(width: int) -> KernelBody:
     """Return the kernel out = x / (1 + exp(-x)) * up over rows."""
 

@@ -162,8 +162,15 @@ class CpuLinearOps(DenseRuntime):
         return self._is_int16 and dense_int16.is_integer_weight(weight.kind.name, *weight.shape)
 
     def _add_bias(self, x: Float32Array, bias: CpuWeight) -> None:
-        self._not_recorded()
-        x += bias.data
+        if x.shape[1] % self._isa.width:
+            self._not_recorded()
+            x += bias.data
+            return
+        args = np.zeros(dense_kernels.NUM_WORDS, np.int64)
+        args[1] = len(x)
+        args[dense_kernels.X // 8], args[dense_kernels.SECOND // 8] = address_of(x), address_of(bias.data)
+        args[dense_kernels.WIDTH // 8], args[dense_kernels.X_BYTES // 8] = x.shape[1], x.strides[0]
+        self._run("add_bias", args, parallel=x.size >= SERIAL_ELEMENTS)
 
     def _matrix_args(
         self, weight: CpuWeight, x: npt.NDArray[Any], out: Float32Array, item_outputs: int

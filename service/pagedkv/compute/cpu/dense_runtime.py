@@ -36,6 +36,11 @@ _MATRIX_KERNELS: Final[dict[str, Callable[..., dense_kernels.KernelBody]]] = {
     "embed": dense_kernels.make_embed_kernel,
 }
 
+_ROW_KERNELS: Final[dict[str, Callable[[int], dense_kernels.KernelBody]]] = {
+    "silu_mul": dense_kernels.make_silu_mul_kernel,
+    "add_bias": dense_kernels.make_add_bias_kernel,
+}
+
 
 class DenseRuntime:
     """Runs dense kernels on the workers' threads; a kernel is compiled or loaded when it is first needed."""
@@ -63,8 +68,8 @@ class DenseRuntime:
             return _MATRIX_KERNELS[what](width, quant.KINDS[kind])
         if what == "rope":
             return dense_kernels.rope_kernel
-        if what == "silu_mul":
-            return dense_kernels.make_silu_mul_kernel(width)
+        if what in _ROW_KERNELS:
+            return _ROW_KERNELS[what](width)
         return dense_kernels.make_rms_norm_kernel(width, is_sum=what == "add_rms_norm")
 
     def _run(self, name: str, args: npt.NDArray[np.int64], *, parallel: bool = True) -> None:
