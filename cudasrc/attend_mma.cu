@@ -1,19 +1,26 @@
-// Paged attention on tensor cores (mma.sync m16n8k16), for float16 and bfloat16 storage.
+// Paged attention on tensor cores (mma.sync m16n8k16), for storage of 16 and of 8 bits.
 //
 // Grid: (query tiles, KV heads, partitions); each warp owns 16 rows of the query tile, all warps share the K and V
 // tiles, which stream through a double buffer by cp.async. Scores and outputs stay in registers; the accumulator of
 // q.k is, element for element, the first operand of the product with V. The queries are float32: in bfloat16 they are
 // split into a high and a low part (two products), in float16 one rounding of 2^-11 is left.
 //
-// -D HEAD_DIM STORAGE (1 or 2) NUM_WARPS NUM_ROWS=16*NUM_WARPS TILE_TOKENS
+// Elements of 8 bits are exact in float16: each tile is widened once, in shared memory, for all warps. A key's scale
+// multiplies its scores; a value's scale, relative to the largest seen, multiplies its weights, so that they stay
+// within float16.
+//
+// -D HEAD_DIM STORAGE (1 to 4) NUM_WARPS NUM_ROWS=16*NUM_WARPS TILE_TOKENS
 #include "attend.cuh"
 
 constexpr int kSteps = HEAD_DIM / 16;
+constexpr int kOperand = STORAGE == BFLOAT16 ? BFLOAT16 : FLOAT16;
 constexpr int kParts = STORAGE == BFLOAT16 ? 2 : 1;
+constexpr int kWideStride = (HEAD_DIM / 8 | 1) * 16;  // of a row of 16-bit elements
+constexpr float kWidened = STORAGE == FLOAT8 ? 256.0f : 1.0f;  // an element over what it is widened to
 constexpr bool kKeepQuery = HEAD_DIM <= 128;  // longer rows do not fit the registers: read again for each tile
 
 __device__ __forceinline__ void multiply(float (&c)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
-    if constexpr (STORAGE == FLOAT16)
+    if constexpr (kOperand == FLOAT16)
         asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
@@ -42,24 +49,52 @@ __device__ __forceinline__ void load_query(uint32 (&fragment)[kParts][4], const 
         const int column = step * 16 + (i >> 1) * 8 + (threadIdx.x & 3) * 2;
         float2 pair = make_float2(0.0f, 0.0f);
         if (row) pair = *reinterpret_cast<const float2*>(row + column);
-        fragment[0][i] = pack<STORAGE>(pair.x, pair.y);
+        fragment[0][i] = pack<kOperand>(pair.x, pair.y);
         if constexpr (kParts == 2) {
-            const float x = unpack<STORAGE>(fragment[0][i] & 0xFFFFu), y = unpack<STORAGE>(fragment[0][i] >> 16);
-            fragment[kParts - 1][i] = pack<STORAGE>(pair.x - x, pair.y - y);
+            const float x = unpack<kOperand>(fragment[0][i] & 0xFFFFu), y = unpack<kOperand>(fragment[0][i] >> 16);
+            fragment[kParts - 1][i] = pack<kOperand>(pair.x - x, pair.y - y);
         }
     }
 }
 
+// Two of a word's bytes, `half` 0 or 1, as two float16: a signed byte plus 1152 is 1024 and its bits, an e4m3 has
+// float16's form but for the bias.
+__device__ __forceinline__ uint32 widen(uint32 word, int half) {
+    if constexpr (STORAGE == INT8) {
+        const uint32 biased = __byte_perm(word ^ 0x80808080u, 0x64646464u, half ? 0x4342 : 0x4140);
+        uint32 wide;
+        asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(wide) : "r"(biased), "r"(0x64806480u));
+        return wide;
+    }
+    const uint32 spread = __byte_perm(word, 0, half ? 0x4342 : 0x4140);
+    return ((spread & 0x00800080u) << 8) | ((spread & 0x007F007Fu) << 7);
+}
+
+// Widen K and V of a stage, [2, TILE_TOKENS] rows.
+__device__ __forceinline__ void widen_tiles(uint8* wide, const uint8* stage) {
+    constexpr int kChunks = HEAD_DIM / 8;
+    for (int item = threadIdx.x; item < 2 * TILE_TOKENS * kChunks; item += kThreads) {
+        const int row = item / kChunks, chunk = item % kChunks;
+        const uint2 bytes = *reinterpret_cast<const uint2*>(stage + row * kRowStride + chunk * 8);
+        *reinterpret_cast<uint4*>(wide + row * kWideStride + chunk * 16) =
+            make_uint4(widen(bytes.x, 0), widen(bytes.x, 1), widen(bytes.y, 0), widen(bytes.y, 1));
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads, 1) attend_mma(ATTEND_PARAMETERS) {
-    extern __shared__ __align__(16) uint8 stages[];
+    extern __shared__ __align__(16) uint8 stages[];  // two; behind them a stage's widened tiles
     const int kv_head = blockIdx.y, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const Work work =
         find_work(tiles, context_lens, query_starts, num_heads, num_kv_heads, min_partition, window);
     const int* table = block_tables + work.sequence * table_stride;
     const uint8* head_base = pool + kv_head * head_stride;
 
+    const int64 scale_delta = scale_offset + kv_head * ((4ll << block_shift) - head_stride);
+    const int64 value_scale_delta = num_kv_heads * (4ll << block_shift);
+
     if (work.begin < work.end)
-        load_tile(stages, head_base, table, work.begin, work.end, block_stride, value_stride, 0, 0, block_shift);
+        load_tile(stages, head_base, table, work.begin, work.end, block_stride, value_stride, scale_delta,
+                  value_scale_delta, block_shift);
 
     SoftmaxState states[2];  // this lane's rows: lane / 4 and lane / 4 + 8; `sum` holds this lane's columns only
     const float* query_rows[2];
@@ -90,13 +125,22 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attend_mma(ATTEND_PARA
         for (int i = 0; i < 4; i++) output[n][i] = 0.0f;
 
     int stage = 0;
+    float largest_scale = 0.0f;  // of the values seen: what quantised outputs are relative to
     for (int first = work.begin; first < work.end; first += TILE_TOKENS, stage ^= 1) {
-        const uint32 keys = shared_address(stages + stage * kStageBytes), values = keys + kTileBytes;
+        const uint8* tile = stages + stage * kStageBytes;
+        const float* scales = reinterpret_cast<const float*>(tile + 2 * kTileBytes);  // of K, then of V
         wait_copies();
         __syncthreads();  // the tile is there, and nobody reads the other stage any more
         if (first + TILE_TOKENS < work.end)
             load_tile(stages + (stage ^ 1) * kStageBytes, head_base, table, first + TILE_TOKENS, work.end,
-                      block_stride, value_stride, 0, 0, block_shift);
+                      block_stride, value_stride, scale_delta, value_scale_delta, block_shift);
+        if constexpr (is_quantized(STORAGE)) {
+            widen_tiles(stages + 2 * kStageBytes, tile);
+            __syncthreads();
+        }
+        constexpr int kStride = is_quantized(STORAGE) ? kWideStride : kRowStride;
+        const uint32 keys = shared_address(is_quantized(STORAGE) ? stages + 2 * kStageBytes : tile);
+        const uint32 values = keys + TILE_TOKENS * kStride;
 
         float scores[TILE_TOKENS / 8][4];
 #pragma unroll
@@ -104,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attend_mma(ATTEND_PARA
 #pragma unroll
             for (int i = 0; i < 4; i++) scores[n][i] = 0.0f;
         // matrices of an ldmatrix.x4: tokens 0-7 and 8-15, each with the step's dims 0-7 and 8-15
-        const uint32 key_lane = ((lane & 7) + (lane >> 4) * 8) * kRowStride + ((lane >> 3) & 1) * 16;
+        const uint32 key_lane = ((lane & 7) + (lane >> 4) * 8) * kStride + ((lane >> 3) & 1) * 16;
 #pragma unroll(kKeepQuery ? kSteps : 1)
         for (int step = 0; step < kSteps; step++) {
             if constexpr (!kKeepQuery) load_query(query[0], query_rows[0], query_rows[1], step);
@@ -112,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attend_mma(ATTEND_PARA
 #pragma unroll
             for (int n = 0; n < TILE_TOKENS / 8; n += 2) {
                 uint32 b[4];
-                load_matrices(b, keys + key_lane + n * 8 * kRowStride + step * 32);
+                load_matrices(b, keys + key_lane + n * 8 * kStride + step * 32);
 #pragma unroll
                 for (int part = 0; part < kParts; part++) {
                     multiply(scores[n], a[part], b[0], b[1]);
@@ -126,16 +170,24 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attend_mma(ATTEND_PARA
         for (int n = 0; n < TILE_TOKENS / 8; n++)
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                const int key = first + n * 8 + (lane & 3) * 2 + (i & 1);
-                scores[n][i] = transform_score(scores[n][i], key, positions[i >> 1], work.end, window, scale,
-                                               soft_cap, slopes[i >> 1]);
+                const int token = n * 8 + (lane & 3) * 2 + (i & 1);
+                if constexpr (is_quantized(STORAGE)) scores[n][i] *= scales[token] * kWidened;
+                scores[n][i] = transform_score(scores[n][i], first + token, positions[i >> 1], work.end, window,
+                                               scale, soft_cap, slopes[i >> 1]);
                 best[i >> 1] = fmaxf(best[i >> 1], scores[n][i]);
             }
+        float shrink = 1.0f, inverse_scale = 0.0f;
+        if constexpr (is_quantized(STORAGE)) {
+            const float before = largest_scale;
+            for (int t = lane; t < TILE_TOKENS; t += 32) largest_scale = fmaxf(largest_scale, scales[TILE_TOKENS + t]);
+            largest_scale = warp_max(largest_scale);
+            if (largest_scale > 0.0f) inverse_scale = 1.0f / largest_scale, shrink = before / largest_scale;
+        }
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             best[r] = fmaxf(best[r], __shfl_xor_sync(~0u, best[r], 1));
             best[r] = fmaxf(best[r], __shfl_xor_sync(~0u, best[r], 2));
-            const float factor = states[r].raise(best[r]);
+            const float factor = states[r].raise(best[r]) * shrink;
 #pragma unroll
             for (int n = 0; n < HEAD_DIM / 8; n++) output[n][2 * r] *= factor, output[n][2 * r + 1] *= factor;
         }
@@ -145,22 +197,24 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attend_mma(ATTEND_PARA
             for (int i = 0; i < 4; i++) {
                 scores[n][i] = states[i >> 1].weight(scores[n][i]);
                 states[i >> 1].sum += scores[n][i];
+                if constexpr (is_quantized(STORAGE))
+                    scores[n][i] *= scales[TILE_TOKENS + n * 8 + (lane & 3) * 2 + (i & 1)] * inverse_scale;
             }
 
         // matrices of an ldmatrix.x4.trans: tokens 0-7 and 8-15 of dims 0-7, then of dims 8-15
-        const uint32 value_lane = (lane & 15) * kRowStride + (lane >> 4) * 16;
+        const uint32 value_lane = (lane & 15) * kStride + (lane >> 4) * 16;
 #pragma unroll
         for (int step = 0; step < TILE_TOKENS / 16; step++) {
             const uint32 a[4] = {
-                pack<STORAGE>(scores[2 * step][0], scores[2 * step][1]),
-                pack<STORAGE>(scores[2 * step][2], scores[2 * step][3]),
-                pack<STORAGE>(scores[2 * step + 1][0], scores[2 * step + 1][1]),
-                pack<STORAGE>(scores[2 * step + 1][2], scores[2 * step + 1][3]),
+                pack<kOperand>(scores[2 * step][0], scores[2 * step][1]),
+                pack<kOperand>(scores[2 * step][2], scores[2 * step][3]),
+                pack<kOperand>(scores[2 * step + 1][0], scores[2 * step + 1][1]),
+                pack<kOperand>(scores[2 * step + 1][2], scores[2 * step + 1][3]),
             };
 #pragma unroll
             for (int n = 0; n < HEAD_DIM / 8; n += 2) {
                 uint32 b[4];
-                load_matrices_transposed(b, values + value_lane + step * 16 * kRowStride + n * 16);
+                load_matrices_transposed(b, values + value_lane + step * 16 * kStride + n * 16);
                 multiply(output[n], a, b[0], b[1]);
                 multiply(output[n + 1], a, b[2], b[3]);
             }
@@ -175,7 +229,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attend_mma(ATTEND_PARA
         if (row >= work.num_rows) continue;
         const int64 at = blockIdx.z * num_queries * num_heads + work.output_row(row, kv_head, num_heads);
         if ((lane & 3) == 0) lses[at] = states[r].lse();
-        const float factor = states[r].normalizer();
+        const float factor = states[r].normalizer() * (is_quantized(STORAGE) ? largest_scale * kWidened : 1.0f);
 #pragma unroll
         for (int n = 0; n < HEAD_DIM / 8; n++)
             *reinterpret_cast<float2*>(outputs + at * HEAD_DIM + n * 8 + (lane & 3) * 2) =

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from pagedkv.config import KvShape
@@ -92,14 +93,23 @@ def _stage_bytes(shape: KvShape, tokens: int) -> int:
     return 2 * 2 * (tokens * _row_stride(shape) + scales)
 
 
-def _tile_tokens(shape: KvShape) -> int:
-    return next(tokens for tokens in (64, 32, 16) if _stage_bytes(shape, tokens) <= STAGE_LIMIT or tokens == 16)
+def _wide_bytes(shape: KvShape, tokens: int) -> int:
+    """Return the size of K and V tiles that tensor cores read widened to 16 bits."""
+    return 2 * tokens * (shape.head_dim // 8 | 1) * 16 if shape.dtype.is_quantized else 0
+
+
+def _mma_bytes(shape: KvShape, tokens: int) -> int:
+    return _stage_bytes(shape, tokens) + _wide_bytes(shape, tokens)
+
+
+def _tile_tokens(shape: KvShape, size: Callable[[KvShape, int], int]) -> int:
+    return next(tokens for tokens in (64, 32, 16) if size(shape, tokens) <= STAGE_LIMIT or tokens == 16)
 
 
 def attend_variant(shape: KvShape, max_rows: int) -> Variant:
     """Return the CUDA-core variant for query tiles of up to `max_rows` rows (query positions x group size)."""
     rows = next(rows for rows in (1, 2, 3, 4, 6, 8) if rows >= min(max_rows, MAX_ROWS))
-    tokens, elements = _tile_tokens(shape), 4 if shape.dtype is DType.FLOAT32 else 8
+    tokens, elements = _tile_tokens(shape, _stage_bytes), 4 if shape.dtype is DType.FLOAT32 else 8
     pieces = shape.head_dim // elements
     groups = 1 << ((128 // pieces).bit_length() - 1)
     parts = min(groups, 32) * rows * shape.head_dim * 4
@@ -109,8 +119,8 @@ def attend_variant(shape: KvShape, max_rows: int) -> Variant:
 def mma_variant(shape: KvShape, max_rows: int) -> Variant:
     """Return the tensor-core variant for query tiles of up to `max_rows` rows."""
     warps = next(warps for warps in (1, 2, MAX_MMA_WARPS) if warps * MMA_ROWS >= max_rows or warps == MAX_MMA_WARPS)
-    tokens = _tile_tokens(shape)
-    return _attention("attend_mma", shape, warps * MMA_ROWS, tokens, warps, _stage_bytes(shape, tokens))
+    tokens = _tile_tokens(shape, _mma_bytes)
+    return _attention("attend_mma", shape, warps * MMA_ROWS, tokens, warps, _mma_bytes(shape, tokens))
 
 
 def _attention(name: str, shape: KvShape, rows: int, tokens: int, warps: int, shared: int) -> Variant:
@@ -122,9 +132,9 @@ def _attention(name: str, shape: KvShape, rows: int, tokens: int, warps: int, sh
 def choose_attention(shape: KvShape, max_rows: int, tensor_cores: bool | None = None) -> Variant:
     """Return the variant for a batch whose largest sequence has `max_rows` rows.
 
-    Tensor cores serve 16-bit storage once the rows fill a tile of 16; `tensor_cores` forces the choice.
+    Tensor cores serve storage of 16 and 8 bits once the rows fill a tile of 16; `tensor_cores` forces the choice.
     """
-    can = shape.dtype in (DType.FLOAT16, DType.BFLOAT16)
+    can = shape.dtype is not DType.FLOAT32
     use = can and max_rows >= MMA_ROWS if tensor_cores is None else tensor_cores and can
     return mma_variant(shape, max_rows) if use else attend_variant(shape, max_rows)
 
