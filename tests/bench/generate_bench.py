@@ -34,8 +34,9 @@ def main(argv: Sequence[str]) -> int:
     """Start the systems, load them in turns, print the tables, write the JSON."""
     options, load_before = parse(argv), os.getloadavg()[0]
     machine, service = Machine(), Service(options)
-    systems: list[System] = [service, *(Service(options, activations) for activations in options.rounded)]
+    systems: list[System] = [service]
     try:
+        systems += [Service(options, activations) for activations in options.rounded]
         missing = start_peers(systems, options, machine.num_threads)
         notes = warm_up(systems, missing, options.prompt_tokens)
         rates = [

@@ -3,7 +3,8 @@
 SmolLM2 reads a fixed text (the opening of Alice's Adventures in Wonderland, Lewis Carroll, 1865, public domain) in
 windows of 2,048 tokens that begin with an empty cache, through the decoder and the paged KV in steps of up to 512
 tokens, once for each element type. Every token but a window's first is scored: perplexity is exp of the mean of
--ln p(token). Logit errors are differences from the float32 cache's logits at the same position.
+-ln p(token). Logit errors are differences from the float32 cache's logits at the same position. An independent check:
+transformers 5.5 in float32 on the dequantised weights has 19.5108 on these tokens, our float32 cache 19.5110.
 """
 
 from __future__ import annotations

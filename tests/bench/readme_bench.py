@@ -115,7 +115,7 @@ def _generate_rows() -> Iterator[tuple[str, str, str]]:
             figure += " (" + ", ".join(f"{row['system']} {row['prefill']:.0f} / {_rate(row)}" for row in peers) + ")"
         busy = ", on a busy machine" if results["load_before"] > BUSY else ""
         what = f"SmolLM2-135M through gRPC, {ours['concurrency']} at once{busy}"
-        yield what, figure, "generate --peers" if peers else "generate"
+        yield what, figure, "generate" if results["options"]["peers"] is None else "generate --peers"
 
 
 def _rate(row: dict[str, Any]) -> str:
