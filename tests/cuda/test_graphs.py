@@ -234,6 +234,24 @@ def test_buckets_share_their_working_memory(opened):
     assert twins.backend.graphs.allocated_bytes < 2.5 * alone
 
 
+def test_replays_leave_memory_that_was_taken_after_the_capture_alone(opened):
+    """Arrays of every size that a step works with, taken when its graph was there, and prefill in between."""
+    twins, _ = opened
+    for sequence in range(3):
+        twins.add(sequence, 4)
+    twins.step([0, 1, 2])
+    sizes = [1 << power for power in range(6, 17)] * 2
+    held = [np.random.default_rng(size).standard_normal(size).astype(np.float32) for size in sizes]
+    backend = twins.backend
+    tensors = backend.submit(lambda: [backend.from_host(array) for array in held]).result()
+    twins.add(3, 30)
+    for _ in range(3):
+        twins.step([0, 1, 2])
+        twins.step([3])
+    for tensor, array in zip(tensors, held, strict=True):
+        np.testing.assert_array_equal(backend.submit(lambda t=tensor: backend.to_host(t)).result(), array)
+
+
 def test_the_longest_unused_graph_goes_when_there_are_too_many(opened, monkeypatch):
     monkeypatch.setattr(graphs, "MOST_GRAPHS", 2)
     twins, driver = opened
