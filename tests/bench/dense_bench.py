@@ -18,6 +18,7 @@ from pagedkv.compute.cpu.features import choose_isa
 from pagedkv.compute.cpu.quant import KINDS
 from pagedkv.compute.cpu.simd import load_i64
 from pagedkv.compute.cpu.threads import WorkerPool, claim
+from pagedkv.config import ACTIVATIONS
 from tests.bench.report import median_p10, print_table, write_result
 
 _RESIDENT_INPUTS = 256  # a tile of this length stays in the first-level cache
@@ -32,9 +33,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--inputs", type=int, default=1536)
     parser.add_argument("--megabytes", type=int, default=128, help="stored weights to rotate over (default 128)")
     parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--activations", choices=ACTIVATIONS, default=ACTIVATIONS[0])
     options = parser.parse_args(argv)
     workers = WorkerPool(options.threads)
-    ops = CpuDenseOps(choose_isa(), workers)
+    ops = CpuDenseOps(choose_isa(), workers, activations=options.activations)
     limits = {"peak_gflops": measure_peak(workers), "read_gb_per_s": measure_read(workers.num_threads)}
     cases = [measure_case(ops, kind, rows, options) for kind in options.kinds for rows in options.rows]
     columns = ("kind", "rows", "GFLOP/s", "of peak", "GB/s", "of read")
@@ -52,7 +54,9 @@ def main(argv: Sequence[str]) -> int:
     print_table(
         f"{workers.num_threads} threads; " + ", ".join(f"{k} {v:.1f}" for k, v in limits.items()), columns, rows
     )
-    write_result("dense", {"threads": workers.num_threads, **limits, "cases": cases})
+    write_result(
+        "dense", {"threads": workers.num_threads, "activations": options.activations, **limits, "cases": cases}
+    )
     workers.close()
     return 0
 

@@ -208,18 +208,22 @@ def _emit_panel_block(builder: Any, kind: IntegerKind, rows: Sequence[Any], targ
         quads += _emit_transposed(builder, rows, kind.codes + 4 * first)
     for at, pair in enumerate(kind.pairs(builder, quads)):
         builder.store(pair, emit_pointer(builder, target, _VECTOR_BYTES * at), align=_VECTOR_BYTES)
-    halves = [0, 2] if kind.has_minimum else [0]
-    for at, offset in enumerate(halves):
+    for at, halves in enumerate(_emit_halves(builder, rows, kind.has_minimum)):
         place = emit_pointer(builder, target, PANEL_SCALES + _VECTOR_BYTES * at)
-        builder.store(_emit_halves(builder, rows, offset), place, align=_VECTOR_BYTES)
+        builder.store(emit_convert(builder, halves, KIND_F16), place, align=_VECTOR_BYTES)
 
 
-def _emit_halves(builder: Any, rows: Sequence[Any], offset: int) -> Any:
-    vector = ir.Constant(ir.VectorType(I16, GROUP_OUTPUTS), ir.Undefined)
+def _emit_halves(builder: Any, rows: Sequence[Any], has_minimum: bool) -> list[Any]:
+    """Return the scales and, where they lie beside them, the minimums of a block in 16 rows."""
+    element, narrow = I32 if has_minimum else I16, ir.VectorType(I16, GROUP_OUTPUTS)
+    vector = ir.Constant(ir.VectorType(element, GROUP_OUTPUTS), ir.Undefined)
     for lane, row in enumerate(rows):
-        half = builder.load(emit_pointer(builder, row, offset), typ=I16, align=1)
-        vector = builder.insert_element(vector, half, ir.Constant(I32, lane))
-    return emit_convert(builder, vector, KIND_F16)
+        value = builder.load(emit_pointer(builder, row), typ=element, align=1)
+        vector = builder.insert_element(vector, value, ir.Constant(I32, lane))
+    if not has_minimum:
+        return [vector]
+    upper = builder.lshr(vector, emit_int_constant(16, GROUP_OUTPUTS))
+    return [builder.trunc(vector, narrow), builder.trunc(upper, narrow)]
 
 
 def _emit_transposed(builder: Any, rows: Sequence[Any], offset: int) -> list[Any]:
