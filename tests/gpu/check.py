@@ -44,6 +44,7 @@ def timed_problems(tiny: bool) -> list[Problem]:
         return [Problem((32, 32), (1, 1), 4, 2, 64), Problem((32,), (32,), 4, 2, 64)]
     decode = [(1, 4096), (16, 2048), (64, 2048), (64, 8192)]
     shapes = [Problem((n,) * b, (1,) * b, dtype=d) for d in (DType.FLOAT16, DType.BFLOAT16) for b, n in decode]
+    shapes += [Problem((n,) * b, (1,) * b, dtype=DType.FLOAT8_E4M3) for b, n in ((16, 2048), (64, 8192))]
     shapes += [Problem((2048,) * 16, (1,) * 16, 64, 8), Problem((2048,) * 16, (1,) * 16, 64, 8, tensor_cores=True)]
     return shapes + [Problem((n,), (n,), dtype=DType.BFLOAT16) for n in (2048, 8192)]
 

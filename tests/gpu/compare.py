@@ -8,12 +8,12 @@ import numpy as np
 
 from pagedkv.compute.backend import AttentionBatch, AttentionParams, Rotation, WeightData
 from pagedkv.compute.cuda.backend import CudaBackend
+from pagedkv.compute.cuda.kernels import STORAGE_CODES
 from pagedkv.compute.layout import KvLayout
 from pagedkv.config import KvShape
 from pagedkv.dtypes import DType
 
 Results = dict[str, np.ndarray]
-_DTYPES = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
 _SLOTS = np.array([5, 70, -1, 33, 34, 35, 36, 90, 6, 7, 8, 127, 0, 1], np.int64)
 _COPIES = [(0, 7), (7, 0), (2, 3), (4, 6)]  # one pair swapped, as if all sources were read first
 
@@ -29,7 +29,7 @@ def compare(options: dict[str, Any], reference: dict[str, Any]) -> list[dict[str
     for name, want in wanted.items():
         got = actual[name]
         error = _error(got, want)
-        tolerance = 0.0 if want.dtype == np.uint8 else 2e-3 if "tensor" in name or "16" in name else 1e-5
+        tolerance = 0.0 if want.dtype.kind in "ui" else 2e-3 if "tensor" in name or "16-bit" in name else 1e-5
         rows.append({"operation": name, "error": error, "ok": bool(got.shape == want.shape and error <= tolerance)})
     return rows
 
@@ -44,14 +44,15 @@ def _error(got: np.ndarray, want: np.ndarray) -> float:
 def results(options: dict[str, Any]) -> Results:
     """Return every operation's result by name."""
     found: Results = {}
-    for dtype in _DTYPES:
-        for cores in (False, True) if dtype is not DType.FLOAT32 else (False,):
-            found |= _run(dtype, {**options, "tensor_cores": cores}, _pool_results, f"{dtype}{' tensor' * cores}")
+    for dtype in STORAGE_CODES:
+        found |= _run(dtype, {**options, "tensor_cores": False}, _pool_results, str(dtype))
+    for dtype in (DType.FLOAT16, DType.BFLOAT16):
+        found |= _run(dtype, {**options, "tensor_cores": True}, _pool_results, f"{dtype} tensor")
     return found | _run(DType.FLOAT32, options, _dense_results, "float32")
 
 
 def _run(dtype: DType, options: dict[str, Any], job: Any, label: str) -> Results:
-    backend = CudaBackend(KvLayout(KvShape(2, 8, 2, 64, dtype), 8, 16), min_partition=16, **options)
+    backend = CudaBackend(KvLayout(KvShape(2, 8, 2, 64, dtype), 8, 16), min_partition=16, num_host_blocks=3, **options)
     try:
         found: Results = backend.submit(lambda: job(backend)).result()
     finally:
@@ -76,6 +77,10 @@ def _pool_results(backend: CudaBackend) -> Results:
     found = {f"write_kv block {block_id}": backend.read_block(block_id) for block_id in (0, 2, 5)}
     backend.copy_blocks(_COPIES)
     found |= {f"copy_blocks block {target}": backend.read_block(target) for _, target in _COPIES}
+    backend.swap_out([(3, 2), (4, 0)])
+    backend.copy_blocks([(0, 3), (0, 4)])
+    backend.swap_in([(4, 2), (3, 0)])
+    found |= {f"swapped block {block_id}": backend.read_block(block_id) for block_id in (3, 4)}
     tables = np.random.default_rng(3).permutation(8).astype(np.int32).reshape(2, 4)
     for name, context, queries in (("decode", (50, 17), (1, 1)), ("prefill", (64, 40), (30, 7))):
         starts = np.array([0, queries[0], sum(queries)], np.int32)
@@ -102,12 +107,14 @@ def _dense_results(backend: CudaBackend) -> Results:
     backend.rope(rotated, np.array([0, 1, 7, 63, 2000], np.int32), rotation)
     merged = backend.merge_states(tensor(3, 5, 8, 64), tensor(3, 5, 8))
     left, right = backend.split(x, (24, 40))
+    logits, seeds = tensor(4, 300, seed=7), np.arange(4, dtype=np.uint64)
     found = {
         "rms_norm": backend.rms_norm(x, weight, 1e-5),
         "add_rms_norm": backend.add_rms_norm(total, x, weight, 1e-5),
         "add": total,
         "silu_mul": backend.silu_mul(x, tensor(5, 64, seed=4)),
         "rope": rotated,
+        "sample": backend.sample(logits, np.array([0.0, 0.7, 1.0, 1.3], np.float32), seeds),
         "merge_states output": merged.output,
         "merge_states lse": merged.lse,
         "split left": left,

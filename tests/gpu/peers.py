@@ -48,7 +48,7 @@ def _dtype(torch: Any, problem: Problem) -> Any:
 
 def sdpa_seconds(torch: Any, problem: Problem, repeats: int) -> float | None:
     """Return the time of scaled_dot_product_attention on contiguous keys and values of the same shape."""
-    if torch is None:
+    if torch is None or problem.dtype.is_quantized:
         return None
     batch, context, queries = len(problem.context_lens), max(problem.context_lens), max(problem.query_lens)
     sizes = ((problem.num_heads, queries), (problem.num_kv_heads, context), (problem.num_kv_heads, context))
@@ -69,7 +69,7 @@ def flashinfer_seconds(torch: Any, problem: Problem, repeats: int) -> float | No
         import flashinfer
     except ImportError:
         return None
-    if torch is None or max(problem.query_lens) > 1:
+    if torch is None or problem.dtype.is_quantized or max(problem.query_lens) > 1:
         return None
     batch, blocks = len(problem.context_lens), problem.layout.num_blocks
     per_sequence = blocks // batch
