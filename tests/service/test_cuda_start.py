@@ -8,6 +8,7 @@ import pytest
 
 from helpers.cuda import virtual_opener
 from helpers.tiny_models import make_tiny_model
+from pagedkv.cli import backends
 from pagedkv.cli.assemble import build_service
 from pagedkv.cli.options import ServeOptions
 from pagedkv.compute.cuda import compiler, kernels, select
@@ -136,6 +137,19 @@ def test_no_driver_is_refused_when_cuda_is_asked_for_and_auto_takes_the_cpu_and_
     service.backend.close()
     assert service.backend.name == "cpu"
     assert "no GPU: cuInit" in said[0]
+
+
+def test_auto_takes_the_gpu_where_cuda_can_run_and_does_not_hide_a_pool_that_does_not_fit(monkeypatch):
+    driver, said = make_driver(), []
+    monkeypatch.setattr(backends, "check_cuda", lambda **libraries: None)
+    monkeypatch.setattr(backends, "open_cuda", virtual_opener(driver))
+    service = build_service(make_options(backend="auto", blocks=2), say=said.append)
+    service.backend.close()
+    assert service.backend.name == "cuda"
+    assert "cuda, Virtual GPU (sm_80), sm_80 (it is there)" in said[0]
+    with pytest.raises(DeviceError, match="lower --memory or --blocks"):
+        build_service(make_options(backend="auto", blocks=1000))
+    assert_untouched(driver)
 
 
 def test_a_model_without_cublas_is_refused_though_a_bare_cache_is_not(monkeypatch, tmp_path):
