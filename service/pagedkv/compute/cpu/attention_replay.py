@@ -29,11 +29,11 @@ class _Group:
         plan, partials = self._renew(self.batch, self.window)
         counters = np.tile(plan.counters, (len(self.args), 1))
         first, stride = address_of(counters), counters.strides[0]
-        num_items, records = plan.num_items, address_of(plan.records)
+        num_items, records, place = plan.num_items, address_of(plan.records), address_of(partials)
         for call, args in enumerate(self.args):
             args[1] = num_items
             args[at.ITEMS // 8] = records
-            args[at.PARTIALS // 8] = address_of(partials)
+            args[at.PARTIALS // 8] = place
             args[at.COUNTERS // 8] = first + call * stride
         self._held = plan, partials, counters
 
