@@ -77,6 +77,11 @@ def test_a_pool_beyond_the_device_memory_says_asked_free_and_which_flag_to_lower
     assert error.details == {"asked": str(1000 * BLOCK), "free": str(MEMORY)}
 
 
+def test_a_host_pool_beyond_the_pinned_memory_says_which_flag_to_lower():
+    error = refused(make_driver(), DeviceError, blocks=4, swap_memory="64MiB")
+    assert "the host pool of 67108864 bytes does not fit in pinned memory; lower --swap-memory" in error.message
+
+
 def test_weights_beyond_what_the_pool_left_say_asked_free_and_which_flag_to_lower(tmp_path):
     path = make_tiny_model(tmp_path)
     error = refused(make_driver(), DeviceError, model=str(path), shape=None, memory="0.97")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import numpy as np
@@ -52,14 +53,17 @@ class CudaBackend(CudaDenseOps):
         max_graph_rows: int = 64,
     ) -> None:
         device = Device(driver_module, ordinal=ordinal, compiler=compiler, emit_ptx=emit_ptx)
-        try:
+        with ExitStack() as held:
+            held.callback(device.close)
             super().__init__(device, layout, min_partition=min_partition, tensor_cores=tensor_cores)
+            held.callback(self.pool.release)
             self.host_pool = HostPool(device, self.pool, num_host_blocks)
+            held.callback(self.host_pool.release)
             self.open_cublas(cublas, weight_dtype)
+            held.callback(self.close_cublas)
             self.graphs = StepGraphs(device, max_graph_rows)
-        except BaseException:
-            device.close()
-            raise
+            held.callback(self.graphs.release)
+            self._held = held.pop_all()
         self._on_compile = on_compile
 
     def submit(self, job: Callable[[], T]) -> Future[T]:
@@ -137,8 +141,5 @@ class CudaBackend(CudaDenseOps):
             return
         with self.device.failing_quietly():
             self.device.context.bind()
-            self.graphs.release()
-            self.close_cublas()
-            self.pool.release()
-            self.host_pool.release()
-        self.device.close()
+        with self.device.failing_quietly():
+            self._held.close()
