@@ -14,6 +14,7 @@ from helpers.tiny_models import make_tiny_model
 from pagedkv.compute.backend import AttentionBatch
 from pagedkv.compute.cpu.backend import CpuBackend
 from pagedkv.compute.layout import KvLayout
+from pagedkv.errors import InvalidArgument
 from pagedkv.model import Decoder, StepInput, load_model, read_model_config
 
 NUM_BLOCKS = 64
@@ -92,8 +93,19 @@ def test_repeated_step_refuses_a_block_outside_the_pool(model, backend):
     step = make_step([20])
     model.decoder.forward(step)
     step.batch.block_tables[0, 0] = NUM_BLOCKS
-    with pytest.raises(Exception, match="block_tables"):
+    with pytest.raises(InvalidArgument, match="block_tables"):
         model.decoder.forward(step)
+
+
+@pytest.mark.parametrize("slot", [-2, NUM_BLOCKS * BLOCK_SIZE])
+def test_repeated_step_refuses_a_slot_outside_the_pool_and_writes_nothing(model, backend, slot):
+    step = make_step([20, 7])
+    model.decoder.forward(step)
+    before = pool_bytes(backend)
+    step.slot_mapping[1] = slot
+    with pytest.raises(InvalidArgument, match="slot_mapping"):
+        model.decoder.forward(step)
+    np.testing.assert_array_equal(pool_bytes(backend), before)
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])

@@ -15,7 +15,7 @@ from pagedkv.compute.cpu.attention import ARRAY_KINDS, POOL_KINDS, Attention, co
 from pagedkv.compute.cpu.compile_cache import Kernel, compile_kernel
 from pagedkv.compute.cpu.features import Isa
 from pagedkv.compute.cpu.pool import allocate_host_pool, allocate_pool
-from pagedkv.compute.cpu.threads import WorkerPool
+from pagedkv.compute.cpu.threads import Recording, WorkerPool
 from pagedkv.compute.dlpack import ArrayPool
 from pagedkv.compute.layout import KvLayout
 from pagedkv.compute.swap import check_pairs, join_pairs
@@ -37,6 +37,7 @@ class CpuKvOps:
         self._attention: Attention | None = None
         self._layer_bytes = layout.layer_stride * layout.shape.dtype.itemsize
         self._write_args = self._make_write_args()
+        self._replayed_slots: Int64Array | None = None  # of the record that was made last
 
     def kernel_makers(self) -> dict[str, Callable[[], Kernel]]:
         """Return a name and a maker for each kernel that these operations use."""
@@ -63,9 +64,10 @@ class CpuKvOps:
         given = (keys, values, slot_mapping)
         keys, values = np.ascontiguousarray(keys), np.ascontiguousarray(values)
         slots = np.ascontiguousarray(slot_mapping, dtype=np.int64)
-        recording = self._workers.recording
-        if recording is not None and not (keys is given[0] and values is given[1] and slots is given[2]):
-            recording.give_up()
+        if (recording := self._workers.recording) is not None:
+            if not (keys is given[0] and values is given[1] and slots is given[2]):
+                recording.give_up()
+            self._check_before_replay(recording, slots)
         args = self._write_args.copy()
         args[1] = -(-len(keys) // write_kernel.ITEM_TOKENS)
         args[write_kernel.POOL // 8] += layer * self._layer_bytes
@@ -75,6 +77,12 @@ class CpuKvOps:
         args[write_kernel.SLOTS // 8] = slots.ctypes.data
         args[write_kernel.NUM_TOKENS // 8] = len(keys)
         self._workers.run(self._kernel("write"), args, parallel=args[1] > 1)
+
+    def _check_before_replay(self, recording: Recording, slots: Int64Array) -> None:
+        """Have a repeated step refuse slots outside the pool; the layers of a step share them."""
+        if self._replayed_slots is not slots:
+            self._replayed_slots = slots
+            recording.before_replay(partial(validation.check_slots, self.layout, slots))
 
     def _make_write_args(self) -> npt.NDArray[np.int64]:
         """Return the argument words that every write shares."""

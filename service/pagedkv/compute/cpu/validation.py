@@ -45,6 +45,11 @@ def check_write(layout: KvLayout, layer: int, keys: Any, values: Any, slot_mappi
     require(len(values) == len(keys), "values", f"must have as many tokens as keys ({len(keys)})", len(values))
     require(values.dtype == keys.dtype, "values", f"must have the keys' dtype ({keys.dtype})", str(values.dtype))
     _check_integers(slot_mapping, "slot_mapping", (len(keys),))
+    check_slots(layout, slot_mapping)
+
+
+def check_slots(layout: KvLayout, slot_mapping: npt.NDArray[Any]) -> None:
+    """Refuse slots outside the pool; -1 means "do not write"."""
     _check_range(slot_mapping, "slot_mapping", -1, layout.num_blocks * layout.block_size)
 
 
