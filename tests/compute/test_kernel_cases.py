@@ -253,3 +253,15 @@ def test_split_context_agrees_for_every_thread_count(make_backend) -> None:
         backend = make_backend(layout, num_threads=num_threads)
         fill(backend, case, 1)
         assert_close(attend(backend, case, 1), expected(case))
+
+
+@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16])
+@pytest.mark.parametrize("group", [1, 5])
+def test_queries_on_a_long_context_beside_short_sequences_equal_oracle(make_backend, dtype, group) -> None:
+    lengths, query_lens = [2100, 130, 1, 2048, 2300], [300, 130, 1, 1, 7]
+    layout = make_layout(2 * group, 2, 64, num_blocks=blocks_needed(lengths, 16), dtype=dtype)
+    for num_threads in (1, 3):
+        backend = make_backend(layout, num_threads=num_threads)
+        case = make_case(layout, lengths, query_lens, np.random.default_rng(group))
+        fill(backend, case, 1)
+        assert_close(attend(backend, case, 1), expected(case))

@@ -45,7 +45,9 @@ ARRAY_KINDS: Final = {
     np.dtype(ml_dtypes.bfloat16): simd.KIND_BF16,
 }
 
-_UNIT_ROWS: Final = 64  # rows of a prefill item: its queries, scores and sums stay in the second-level cache
+_UNIT_ROWS: Final = 128  # rows of a prefill item
+_LONG_UNIT_ROWS: Final = 256  # on a long context, as far as queries, scores and sums stay in the second-level cache
+_LONG_UNIT_ELEMENTS: Final = 1 << 15
 _CHUNK_TOKENS: Final = 64
 _NO_WINDOW: Final = 1 << 40
 _LOG2_E: Final = math.log2(math.e)
@@ -78,13 +80,15 @@ class Attention:
         self._layout, self._pool_address = layout, pool_address
         self._kernel, self._workers = kernel, workers
         group = layout.shape.group_size
-        self._max_rows = -(-max(group, _UNIT_ROWS) // 16) * 16
+        long_rows = min(_LONG_UNIT_ROWS, max(_UNIT_ROWS, _LONG_UNIT_ELEMENTS // layout.shape.head_dim))
+        self._max_rows = -(-max(group, long_rows) // 16) * 16
         self._chunk_tokens = max(_CHUNK_TOKENS, layout.block_size)
         self._limits = PlanLimits(
             block_size=layout.block_size,
             chunk_tokens=self._chunk_tokens,
             num_kv_heads=layout.shape.num_kv_heads,
             unit_queries=max(1, _UNIT_ROWS // group),
+            long_unit_queries=max(1, long_rows // group),
             num_threads=workers.num_threads,
         )
         size = attention_kernel.scratch_bytes(self._max_rows, layout.shape.head_dim, self._chunk_tokens)
@@ -145,7 +149,7 @@ class Attention:
         """Return a plan of the batch, which the next calls may share, and the memory of its partial results."""
         validation.check_batch(self._layout, batch, window)
         self._plan = plan = make_plan(batch, window, self._limits)
-        self._partials_address(plan.num_parts)
+        self._partials_address(plan.partial_queries)
         return plan, self._partials
 
     def _args(
@@ -163,7 +167,7 @@ class Attention:
         args[at.QUERY_KIND // 8] = ARRAY_KINDS[queries.dtype]
         args[at.ITEMS // 8] = plan.records.ctypes.data
         args[at.WINDOW // 8] = _NO_WINDOW if params.window is None else params.window
-        args[at.PARTIALS // 8] = self._partials_address(plan.num_parts)
+        args[at.PARTIALS // 8] = self._partials_address(plan.partial_queries)
         return args
 
     def _make_fixed_args(self) -> npt.NDArray[np.int64]:
@@ -190,9 +194,9 @@ class Attention:
             args[offset // 8] = value
         return args
 
-    def _partials_address(self, num_parts: int) -> int:
+    def _partials_address(self, partial_queries: int) -> int:
         shape = self._layout.shape
-        needed = num_parts * shape.num_kv_heads * self._max_rows * (shape.head_dim + 2)
+        needed = partial_queries * shape.num_heads * (shape.head_dim + 2)
         if self._partials.size < needed:
             self._partials = np.zeros(needed, np.float32)
         return self._partials.ctypes.data

@@ -184,8 +184,10 @@ def _make_finish_rows(width: int) -> Step:
                 write_row(args, item, kv_head, row, peak, total, sums + 4 * row * head_dim)
             return
         row_bytes = 4 * (head_dim + 2)
-        part_bytes = load_i64(args + at.MAX_ROWS) * row_bytes
-        place = load_i64(args + at.PARTIALS) + (part * num_kv_heads + kv_head) * part_bytes
+        part_bytes = num_kv_heads * rows * row_bytes
+        before = load_i64(item + at.ITEM_FIRST_PARTIAL) * load_i64(args + at.GROUP_SIZE) * num_kv_heads
+        first_place = load_i64(args + at.PARTIALS) + (before + kv_head * rows) * row_bytes
+        place = first_place + part * part_bytes
         for row in range(rows):
             for dim in range(0, head_dim, width):
                 store(place + row * row_bytes + 4 * dim, load(sums + 4 * (row * head_dim + dim), width))
@@ -194,11 +196,9 @@ def _make_finish_rows(width: int) -> Step:
         counter = load_i64(args + at.COUNTERS) + 8 * (load_i64(item + at.ITEM_COUNTER) * num_kv_heads + kv_head)
         if fetch_add(counter, -1) != 1:
             return
-        num_parts, first_part = load_i64(item + at.ITEM_NUM_PARTS), load_i64(item + at.ITEM_FIRST_PART)
-        first_place = load_i64(args + at.PARTIALS) + (first_part * num_kv_heads + kv_head) * part_bytes
+        num_parts = load_i64(item + at.ITEM_NUM_PARTS)
         for row in range(rows):
-            start = first_place + row * row_bytes
-            peak, total = merge_row(start, part_bytes * num_kv_heads, num_parts, head_dim, sums)
+            peak, total = merge_row(first_place + row * row_bytes, part_bytes, num_parts, head_dim, sums)
             write_row(args, item, kv_head, row, peak, total, sums)
 
     return finish_rows

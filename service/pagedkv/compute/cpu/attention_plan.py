@@ -13,6 +13,7 @@ from pagedkv.compute.cpu import attention_args as at
 
 _ITEMS_PER_THREAD: Final = 8  # enough that threads end together, few enough that merging costs nothing
 _SHORTEST_PART: Final = 256  # tokens
+_LONG_CONTEXT: Final = 2048  # tokens; transposing keys for more queries at once outweighs the masked products
 
 Words = npt.NDArray[np.int64]
 
@@ -25,6 +26,7 @@ class PlanLimits:
     chunk_tokens: int
     num_kv_heads: int
     unit_queries: int  # most queries of one item
+    long_unit_queries: int  # the same on a long context
     num_threads: int
 
 
@@ -34,7 +36,7 @@ class AttentionPlan:
 
     records: Words  # [num_units, ITEM_WORDS]
     counters: Words  # parts still to come of each split unit
-    num_parts: int
+    partial_queries: int  # queries that leave partial results, each counted once a part
     tables: npt.NDArray[np.int32]
     batch: AttentionBatch  # a copy, by which a repeated batch is known
     window: int | None
@@ -56,9 +58,10 @@ def make_plan(batch: AttentionBatch, window: int | None, limits: PlanLimits) -> 
     tables = np.array(batch.block_tables, dtype=np.int32, order="C")
     starts, contexts = batch.query_starts.astype(np.int64), batch.context_lens.astype(np.int64)
     query_lens = np.diff(starts)
-    sequence, index = _spread(-(-query_lens // limits.unit_queries))
-    first_query = index * limits.unit_queries
-    num_queries = np.minimum(limits.unit_queries, query_lens[sequence] - first_query)
+    unit_queries = np.where(contexts < _LONG_CONTEXT, limits.unit_queries, limits.long_unit_queries)
+    sequence, index = _spread(-(-query_lens // unit_queries))
+    first_query = index * unit_queries[sequence]
+    num_queries = np.minimum(unit_queries[sequence], query_lens[sequence] - first_query)
     position = contexts[sequence] - query_lens[sequence] + first_query
     oldest = np.zeros_like(position) if window is None else np.maximum(0, position - window + 1)
     first_token = oldest // limits.block_size * limits.block_size
@@ -68,7 +71,7 @@ def make_plan(batch: AttentionBatch, window: int | None, limits: PlanLimits) -> 
     num_parts = -(-(stop_token - first_token) // part_tokens)
     unit, part = _spread(num_parts)
     is_split = num_parts > 1
-    first_part = np.cumsum(np.where(is_split, num_parts, 0)) - np.where(is_split, num_parts, 0)
+    partial_queries = np.where(is_split, num_parts * num_queries, 0)
     records = np.empty((len(unit), at.ITEM_WORDS), np.int64)
     columns = {
         at.ITEM_FIRST_QUERY: (starts[sequence] + first_query)[unit],
@@ -77,8 +80,8 @@ def make_plan(batch: AttentionBatch, window: int | None, limits: PlanLimits) -> 
         at.ITEM_FIRST_TOKEN: first_token[unit] + part * part_tokens,
         at.ITEM_STOP_TOKEN: np.minimum(stop_token[unit], first_token[unit] + (part + 1) * part_tokens),
         at.ITEM_TABLE: tables.ctypes.data + sequence[unit] * tables.strides[0],
-        at.ITEM_PART: np.where(is_split[unit], first_part[unit] + part, -1),
-        at.ITEM_FIRST_PART: first_part[unit],
+        at.ITEM_PART: np.where(is_split[unit], part, -1),
+        at.ITEM_FIRST_PARTIAL: (np.cumsum(partial_queries) - partial_queries)[unit],
         at.ITEM_NUM_PARTS: num_parts[unit],
         at.ITEM_COUNTER: unit,
     }
@@ -89,7 +92,7 @@ def make_plan(batch: AttentionBatch, window: int | None, limits: PlanLimits) -> 
     copy = AttentionBatch(tables, batch.context_lens.copy(), batch.query_starts.copy())
     counters = np.repeat(num_parts, limits.num_kv_heads)
     num_items = len(records) * limits.num_kv_heads
-    return AttentionPlan(records, counters, int(num_parts[is_split].sum()), tables, copy, window, num_items)
+    return AttentionPlan(records, counters, int(partial_queries.sum()), tables, copy, window, num_items)
 
 
 def _spread(counts: Words) -> tuple[Words, Words]:
