@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pagedkv.cache import CacheManager, ReserveRequest
 from pagedkv.config import CacheConfig
 from tests.bench.cache_clock import time_calls
-from tests.bench.peers import VLLM, LineProcess, PeerUnavailable
+from tests.bench.peers import VLLM, PeerUnavailable
 from tests.bench.report import median_p10, print_table, write_result
 
 POOLS = (1_000, 100_000)
@@ -120,7 +120,7 @@ class VllmPool:
     """vLLM's block pool and cache manager in a process of their own. Raises PeerUnavailable if they cannot run."""
 
     def __init__(self) -> None:
-        self._process = LineProcess(VLLM.python(), "cache_peer.py")
+        self._process = VLLM.start("cache_peer.py")
         self.name = str(self._process.first["name"])
 
     def figure(self, name: str, num_blocks: int) -> Figure:

@@ -3,7 +3,7 @@
 Reads one JSON line a request from standard input and answers with one on standard output:
 {"prompts": [[token id, ...], ...], "new_tokens": n} becomes {"stamps": [[seconds since the request, a token], ...],
 "token_ids": [[...], ...], "resident_mib": x}. Every prompt gets exactly n greedy tokens, end tokens ignored.
-The first line out is {"version": text}. What the peer itself prints goes to standard error.
+The first line out is {"version": text, "load_seconds": x}. What the peer itself prints goes to standard error.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ def main() -> None:
     kind, options = sys.argv[1], json.loads(sys.argv[2])
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # libraries print where they like
+    started = time.perf_counter()
     peer: Any = importlib.import_module(f"generate_peer_{kind}").Peer(**options)
-    print(json.dumps({"version": peer.version}), file=replies)
+    print(json.dumps({"version": peer.version, "load_seconds": time.perf_counter() - started}), file=replies)
     for line in sys.stdin:
         request = json.loads(line)
         recorder = Recorder(len(request["prompts"]))

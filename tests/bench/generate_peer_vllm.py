@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process: nothing spins between the turns
+os.environ["VLLM_USE_AOT_COMPILE"] = "0"  # its cache of compiled models is written and never read back on a CPU
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +12,7 @@ from pathlib import Path
 from pagedkv.model.hub import cache_directory, fetch_smollm2
 from tests.bench.generate_figures import Reply
 from tests.bench.generate_peer_model import make_hf_directory
-from tests.bench.peers import VLLM, Environment, LineProcess, run
+from tests.bench.peers import VLLM, Environment, run
 
 TRANSFORMERS = Environment(".venv-peers", ("torch==2.13.0", "numpy", "transformers==5.19.0"), "torch, transformers")
 OPENVINO = Environment(
@@ -99,13 +98,10 @@ class GeneratePeer:
 
     def __init__(self, spec: PeerSpec, *, num_threads: int, max_sequences: int, max_tokens: int) -> None:
         self.name, self.how = spec.name, spec.how
-        python = spec.environment.python()
         options = {"model": str(spec.model(spec.environment)), "num_threads": num_threads, **spec.options}
         options |= {"max_sequences": max_sequences, "max_tokens": max_tokens}
-        started = time.perf_counter()
-        self._process = LineProcess(python, "generate_peer.py", [spec.kind, json.dumps(options)])
-        self.load_seconds = time.perf_counter() - started
-        self.version = str(self._process.first["version"])
+        self._process = spec.environment.start("generate_peer.py", spec.kind, json.dumps(options))
+        self.version, self.load_seconds = str(self._process.first["version"]), self._process.first["load_seconds"]
 
     def generate(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Reply:
         """Give every prompt exactly `new_tokens` greedy tokens."""

