@@ -3,85 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 import pytest
-from cuda.bindings import driver as real
 
-from helpers.attention_cases import make_layout
+from helpers.captured_twins import BLOCK_SIZE, MIN_PARTITION, NUM_BLOCKS, Twins, open_backend, pool_of, run, submit
 from helpers.tiny_models import make_tiny_model
-from pagedkv.compute.backend import AttentionBatch
 from pagedkv.compute.cuda import graphs
-from pagedkv.compute.cuda.backend import CudaBackend
 from pagedkv.compute.layout import KvLayout
-from pagedkv.dtypes import DType
 from pagedkv.errors import DeviceError, InvalidArgument
-from pagedkv.model import LoadedModel, StepInput, load_model, read_model_config
-from virtual_gpu import VirtualDriver
-from virtual_gpu.cublas import CublasError, Matrix, VirtualCublas
-from virtual_gpu.profile import Profile
-
-BLOCK_SIZE, NUM_BLOCKS = 8, 48
-PROFILE = Profile(memory_bytes=48 << 20, host_bytes=16 << 20)
-MIN_PARTITION = 16
-
-
-class ColumnwiseCublas(VirtualCublas):
-    """Products column by column: a row of the model's input gives the same bits in a batch of any size.
-
-    `fail_at` makes the call of that number fail.
-    """
-
-    num_calls, fail_at = 0, -1
-
-    def gemm_ex(self, *args: Any) -> None:
-        self.num_calls += 1
-        if self.num_calls == self.fail_at:
-            raise CublasError("a fault of the test")
-        super().gemm_ex(*args)
-
-    def _multiply(
-        self, left: Matrix, right: Matrix, result: Matrix, transposed: tuple[bool, bool], factors: tuple[Any, Any]
-    ) -> None:
-        for column in range(right.columns):
-            one, target = (
-                Matrix(m.address + column * m.leading * m.dtype.itemsize, m.rows, 1, m.leading, m.dtype)
-                for m in (right, result)
-            )
-            super()._multiply(left, one, target, transposed, factors)
-
-
-class CountingDriver(VirtualDriver):
-    """Counts calls, and fails the one named in `fail` when its count gets there."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.calls: Counter[str] = Counter()
-        self.fail: dict[str, int] = {}
-
-    def __getattribute__(self, name: str) -> Any:
-        found = super().__getattribute__(name)
-        if not name.startswith("cu") or not callable(found):
-            return found
-        self.calls[name] += 1
-        if self.fail.get(name) != self.calls[name]:
-            return found
-
-        def fail(*args: Any) -> tuple[Any, ...]:
-            if name == "cuStreamEndCapture":  # ends it in any case
-                found(*args)
-            return real.CUresult.CUDA_ERROR_UNKNOWN, None
-
-        return fail
-
-
-def open_backend(layout: KvLayout, **options: Any) -> tuple[CudaBackend, CountingDriver]:
-    driver = CountingDriver(PROFILE)
-    stand_ins = {"driver_module": driver, "cublas": ColumnwiseCublas(driver), "emit_ptx": True}
-    return CudaBackend(layout, min_partition=MIN_PARTITION, **stand_ins, **options), driver
+from pagedkv.model import StepInput, load_model, read_model_config
 
 
 @pytest.fixture(scope="module")
@@ -100,69 +32,6 @@ def opened(model_path):
         one.close()
         its_driver.assert_clean()
         assert not its_driver.memory.live
-
-
-class Twins:
-    """Sequences that decode on two models at once; their blocks are drawn at random from one free list."""
-
-    def __init__(self, captured: LoadedModel, plain: LoadedModel) -> None:
-        self.captured, self.plain = captured, plain
-        self.rng = np.random.default_rng(0)
-        self.free = [int(block) for block in self.rng.permutation(NUM_BLOCKS)]
-        self.tables: dict[int, list[int]] = {}
-        self.lens: dict[int, int] = {}
-
-    @property
-    def backend(self) -> CudaBackend:
-        return self.captured.decoder._ops
-
-    def add(self, sequence: int, num_tokens: int) -> None:
-        """Prefill a sequence, token after token in one step."""
-        self.tables[sequence], self.lens[sequence] = [], 0
-        step = self.step_of([sequence], num_tokens)
-        for model in (self.captured, self.plain):
-            run(model, step)
-
-    def step_of(self, sequences: Sequence[int], num_tokens: int = 1) -> StepInput:
-        """Return a step that grows each sequence by `num_tokens`; only the last logits are wanted."""
-        slots, positions = [], []
-        for sequence in sequences:
-            start = self.lens[sequence]
-            self.lens[sequence] += num_tokens
-            table = self.tables[sequence]
-            while len(table) * BLOCK_SIZE < self.lens[sequence]:
-                table.append(self.free.pop())
-            for position in range(start, self.lens[sequence]):
-                positions.append(position)
-                slots.append(table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE)
-        width = max(len(self.tables[sequence]) for sequence in sequences)
-        tables = np.zeros((len(sequences), width), np.int32)
-        for row, sequence in zip(tables, sequences, strict=True):
-            row[: len(self.tables[sequence])] = self.tables[sequence]
-        contexts = np.array([self.lens[sequence] for sequence in sequences], np.int32)
-        starts = np.arange(len(sequences) + 1, dtype=np.int32) * num_tokens
-        token_ids = self.rng.integers(0, 200, len(positions)).astype(np.int32)
-        batch = AttentionBatch(tables, contexts, starts)
-        return StepInput(token_ids, np.array(positions, np.int32), np.array(slots, np.int64), batch, (), starts[1:] - 1)
-
-    def step(self, sequences: Sequence[int]) -> None:
-        """Decode a token of each sequence on both models: the logits are the same bits."""
-        step = self.step_of(sequences)
-        np.testing.assert_array_equal(run(self.captured, step), run(self.plain, step), err_msg=str(sequences))
-
-
-def submit(model: LoadedModel, step: StepInput) -> Any:
-    backend = model.decoder._ops
-    return backend.submit(lambda: backend.to_host(model.decoder.forward(step)))
-
-
-def run(model: LoadedModel, step: StepInput) -> np.ndarray:
-    return submit(model, step).result()
-
-
-def pool_of(model: LoadedModel) -> np.ndarray:
-    backend = model.decoder._ops
-    return np.stack(backend.submit(lambda: [backend.read_block(block) for block in range(NUM_BLOCKS)]).result())
 
 
 BATCHES = [[0], [0, 1], [1, 2, 0], [2], [0, 1, 2, 3], [3, 1], [4, 3, 2, 1, 0], [0, 1, 2], [4], [3, 4]]
@@ -348,65 +217,6 @@ def test_a_fault_of_a_replay_fails_its_step_and_every_later_one(opened):
         run(twins.captured, twins.step_of([0]))
     with pytest.raises(DeviceError, match="cuGraphLaunch"):
         run(twins.captured, twins.step_of([0]))
-
-
-@pytest.fixture
-def small():
-    backend, driver = open_backend(make_layout(num_blocks=2), weight_dtype=DType.FLOAT32)
-    yield backend, driver
-    backend.close()
-    driver.assert_clean()
-
-
-def repeat_rows(backend: CudaBackend, table: Any, rows: np.ndarray, **options: Any) -> np.ndarray:
-    def job() -> np.ndarray:
-        return backend.to_host(backend.repeat("rows", [rows], lambda arrays: backend.take_rows(table, arrays[0])))
-
-    return backend.submit(job).result()
-
-
-def test_a_step_without_padding_is_captured_for_each_number_of_rows(small):
-    backend, _ = small
-    values = np.random.default_rng(0).standard_normal((9, 16)).astype(np.float32)
-    table = backend.submit(lambda: backend.from_host(values)).result()
-    for rows in ([1], [2, 3], [4, 5, 8], [0, 0, 1], [7]):
-        index = np.array(rows, np.int32)
-        np.testing.assert_array_equal(repeat_rows(backend, table, index), values[index])
-    assert backend.graphs.num_captured == 3
-
-
-@pytest.mark.parametrize("rows", [np.zeros(0, np.int32), np.zeros(65, np.int32)])
-def test_no_rows_and_too_many_rows_run_as_they_are(small, rows):
-    backend, _ = small
-    values = np.ones((3, 16), np.float32)
-    table = backend.submit(lambda: backend.from_host(values)).result()
-    np.testing.assert_array_equal(repeat_rows(backend, table, rows), values[rows])
-    assert not backend.graphs.num_captured
-
-
-def test_a_body_that_uploads_something_else_each_time_is_not_captured(small, caplog):
-    backend, _ = small
-    calls: list[int] = []
-
-    def body(arrays: Sequence[np.ndarray]) -> Any:
-        calls.append(1)
-        return backend.add(backend.from_host(np.full((1, 4), len(calls), np.float32)), backend.from_host(arrays[0]))
-
-    for _ in range(2):
-        x = np.ones((1, 4), np.float32)
-        result = backend.submit(lambda x=x: backend.to_host(backend.repeat("changing", [x], body))).result()
-        np.testing.assert_array_equal(result, np.full((1, 4), len(calls) + 1))
-    assert not backend.graphs.num_captured
-    assert len(caplog.records) == 1
-
-
-def test_an_input_of_another_type_than_the_kernels_read_is_not_captured(small):
-    backend, _ = small
-    values = np.random.default_rng(0).standard_normal((9, 16)).astype(np.float32)
-    table = backend.submit(lambda: backend.from_host(values)).result()
-    for _ in range(2):
-        np.testing.assert_array_equal(repeat_rows(backend, table, np.array([3], np.int64)), values[[3]])
-    assert not backend.graphs.num_captured
 
 
 def test_steps_of_two_models_on_one_backend_are_told_apart(model_path, tmp_path):
