@@ -75,25 +75,27 @@ def make_score_bytes() -> Step:
 
     @compiled
     def score_bytes(
-        queries: int, rows: int, head_dim: int, scores: int, stride: int, shift: int, count: int, table: int, ahead: int
-    ) -> None:
+        queries: int, rows: int, head_dim: int, scores: int, stride: int, shift: int, count: int,
+        table: int, ahead: int, value_bytes: int,
+    ) -> None:  # fmt: skip
         digits, mask = queries + 4 * PACK_ROWS * head_dim, (1 << shift) - 1
         for token in range(0, count, 16):
             entry, offset = 8 * (token >> shift), (token & mask) * head_dim
             next_entry, next_offset = 8 * ((token + 8) >> shift), ((token + 8) & mask) * head_dim
             first, second = load_i64(table + entry) + offset, load_i64(table + next_entry) + next_offset
             after, last = load_i64(ahead + entry) + offset, load_i64(ahead + next_entry) + next_offset
+            far = value_bytes
             for row in range(0, rows, 4):
                 d, s, left = digits + row * ROW_STRIDE, scores + row * stride + 4 * token, rows - row
                 if left >= 4:
-                    dot_bytes_tile(first, second, head_dim, d, s, stride, after, last, 4)
+                    dot_bytes_tile(first, second, head_dim, d, s, stride, after, last, far, 4)
                 elif left == 3:
-                    dot_bytes_tile(first, second, head_dim, d, s, stride, after, last, 3)
+                    dot_bytes_tile(first, second, head_dim, d, s, stride, after, last, far, 3)
                 elif left == 2:
-                    dot_bytes_tile(first, second, head_dim, d, s, stride, after, last, 2)
+                    dot_bytes_tile(first, second, head_dim, d, s, stride, after, last, far, 2)
                 else:
-                    dot_bytes_tile(first, second, head_dim, d, s, stride, after, last, 1)
-                after, last = first, second
+                    dot_bytes_tile(first, second, head_dim, d, s, stride, after, last, far, 1)
+                after, last, far = first, second, 0
 
     return score_bytes
 
@@ -104,15 +106,15 @@ def make_accumulate_bytes() -> Step:
 
     @compiled
     def accumulate_bytes(
-        table: int, piece: int, count: int, head_dim: int, p: int, p_stride: int, c: int, alpha: int, ahead: int,
-        rows: int,
+        table: int, piece: int, count: int, head_dim: int, p: int, p_stride: int, c: int, alpha: int,
+        ahead: int, far: int, rows: int,
     ) -> None:  # fmt: skip
         digits, digit_stride = p + PACK_ROWS * p_stride, p_stride >> 2
         factors = digits + PACK_ROWS * DIGITS * digit_stride
         split_weights(p, p_stride, rows, count, digits, digit_stride, factors)
         for column in range(0, head_dim, TILE_COLUMNS):
             accumulate_columns(
-                table, piece, count, head_dim, column, digits, digit_stride, c, alpha, factors, ahead, rows
+                table, piece, count, head_dim, column, digits, digit_stride, c, alpha, factors, ahead, far, rows
             )
 
     return accumulate_bytes
@@ -149,27 +151,37 @@ def _make_accumulate_columns() -> Step:
     @compiled
     def accumulate_columns(
         table: int, piece: int, count: int, head_dim: int, column: int, digits: int, digit_stride: int,
-        c: int, alpha: int, factors: int, ahead: int, rows: int,
+        c: int, alpha: int, factors: int, ahead: int, far: int, rows: int,
     ) -> None:  # fmt: skip
         row, step = 0, 4 * head_dim
         while row < rows:
             d, c_at, left = digits + DIGITS * row * digit_stride, c + 4 * (row * head_dim + column), rows - row
             a, f = alpha + 4 * row, factors + 4 * row
             if column + TILE_COLUMNS > head_dim:
-                outer_bytes_tile(table, piece, count, head_dim, column, d, digit_stride, c_at, step, a, f, ahead, 1, 1)
+                outer_bytes_tile(
+                    table, piece, count, head_dim, column, d, digit_stride, c_at, step, a, f, ahead, far, 1, 1,
+                )  # fmt: skip
                 row += 1
             elif left >= 4:
-                outer_bytes_tile(table, piece, count, head_dim, column, d, digit_stride, c_at, step, a, f, ahead, 4, 2)
+                outer_bytes_tile(
+                    table, piece, count, head_dim, column, d, digit_stride, c_at, step, a, f, ahead, far, 4, 2,
+                )  # fmt: skip
                 row += 4
             elif left == 3:
-                outer_bytes_tile(table, piece, count, head_dim, column, d, digit_stride, c_at, step, a, f, ahead, 3, 2)
+                outer_bytes_tile(
+                    table, piece, count, head_dim, column, d, digit_stride, c_at, step, a, f, ahead, far, 3, 2,
+                )  # fmt: skip
                 row += 3
             elif left == 2:
-                outer_bytes_tile(table, piece, count, head_dim, column, d, digit_stride, c_at, step, a, f, ahead, 2, 2)
+                outer_bytes_tile(
+                    table, piece, count, head_dim, column, d, digit_stride, c_at, step, a, f, ahead, far, 2, 2,
+                )  # fmt: skip
                 row += 2
             else:
-                outer_bytes_tile(table, piece, count, head_dim, column, d, digit_stride, c_at, step, a, f, ahead, 1, 2)
+                outer_bytes_tile(
+                    table, piece, count, head_dim, column, d, digit_stride, c_at, step, a, f, ahead, far, 1, 2,
+                )  # fmt: skip
                 row += 1
-            ahead = table
+            ahead, far = table, 0
 
     return accumulate_columns

@@ -12,7 +12,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from pagedkv.compute.cpu.attention_tiles import emit_loop, word
+from pagedkv.compute.cpu.attention_tiles import emit_ask, emit_loop, word
 from pagedkv.compute.cpu.simd import literal
 from pagedkv.compute.cpu.simd_emit import (
     F32,
@@ -25,7 +25,6 @@ from pagedkv.compute.cpu.simd_emit import (
     emit_int_constant,
     emit_load_as,
     emit_pointer,
-    emit_prefetch,
     emit_shuffle,
     emit_splat,
 )
@@ -130,6 +129,7 @@ def dot_bytes_tile(
     scores_stride: Any,
     first_ahead: Any,
     second_ahead: Any,
+    far: Any,
     rows: Any,
 ) -> Any:
     """Store the products of `rows` digit rows with 16 keys: 8 rows of head_dim bytes at `first`, 8 at `second`."""
@@ -150,7 +150,7 @@ def dot_bytes_tile(
             for start in ahead:
                 for line in range(0, half * WIDTH, _CACHE_LINE):
                     place = builder.add(start, builder.mul(dim, word(half)))
-                    emit_prefetch(builder, emit_pointer(builder, place, line), 2)
+                    emit_ask(builder, builder.add(place, word(line)), args[8])
             raw = [builder.load(emit_pointer(builder, key, dim), typ=ir.VectorType(I8, WIDTH), align=1) for key in keys]
             quads = [builder.xor(builder.bitcast(quad, _BYTES), flip) for quad in _emit_transposed(builder, raw)]
             place = builder.add(digits_at, dim)
@@ -176,7 +176,7 @@ def dot_bytes_tile(
             builder.store(builder.fmul(joined, factor), emit_pointer(builder, place), align=4)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 8, rows), codegen
+    return types.void(*[types.int64] * 9, rows), codegen
 
 
 def _emit_value_quads(builder: Any, address: Any, row_bytes: Any, columns: int) -> list[Any]:
@@ -209,6 +209,7 @@ def outer_bytes_tile(
     alpha: Any,
     factors: Any,
     ahead_table: Any,
+    far: Any,
     rows: Any,
     vectors: Any,
 ) -> Any:
@@ -222,7 +223,7 @@ def outer_bytes_tile(
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         (table_at, piece_rows, total, b_stride, column_at, digits_at, digit_step) = args[:7]
-        c_at, c_step, alpha_at, factor_at, ahead_at = args[7:12]
+        c_at, c_step, alpha_at, factor_at, ahead_at, far_bytes = args[7:13]
         planes = [builder.add(digits_at, builder.mul(digit_step, word(index))) for index in range(num_rows * DIGITS)]
 
         def piece(index: Any, sums: list[Any]) -> list[Any]:
@@ -239,7 +240,7 @@ def outer_bytes_tile(
             def body(row_index: Any, inner: list[Any]) -> list[Any]:
                 place = builder.add(ahead, builder.mul(row_index, word(columns)))
                 for line in range(0, QUAD * columns, _CACHE_LINE):
-                    emit_prefetch(builder, emit_pointer(builder, place, line), 2)
+                    emit_ask(builder, builder.add(place, word(line)), far_bytes)
                 quads = _emit_value_quads(
                     builder, builder.add(base, builder.mul(row_index, b_stride)), b_stride, columns
                 )
@@ -268,4 +269,4 @@ def outer_bytes_tile(
                 builder.store(new, emit_pointer(builder, c_row, 64 * vector), align=4)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 12, rows, vectors), codegen
+    return types.void(*[types.int64] * 13, rows, vectors), codegen

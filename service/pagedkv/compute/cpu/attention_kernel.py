@@ -149,23 +149,25 @@ def _make_attend_chunk(width: int, kind: int, has_byte_dots: bool) -> Step:
             for column in range(0, count, 4 * width):
                 score_packed(
                     single, head_dim, head_dim, key_stride, column, queries, 4 * head_dim,
-                    scores + 4 * column, stride, alphas, single, rows,
+                    scores + 4 * column, stride, alphas, single, 0, rows,
                 )  # fmt: skip
         else:
-            score_few(queries, rows, head_dim, scores, stride, shift, count, here, ahead)
+            value_bytes = load_i64(args + at.VALUE_BYTES)
+            score_few(queries, rows, head_dim, scores, stride, shift, count, here, ahead, value_bytes)
         if is_quantized:
             value_offset = (4 << shift) * load_i64(args + at.NUM_KV_HEADS)
             copy_scales(here + 2 * _TABLE_BYTES, shift, value_offset, count, key_scales, value_scales)
         softmax_rows(args, item, kv_head, rows, token, count, scores, stride, state, key_scales, value_scales)
         if not is_packed:
             after = ahead + _TABLE_BYTES
-            accumulate_few(here + _TABLE_BYTES, 1 << shift, count, head_dim, scores, stride, sums, alphas, after, rows)
+            far, table = -load_i64(args + at.VALUE_BYTES), here + _TABLE_BYTES
+            accumulate_few(table, 1 << shift, count, head_dim, scores, stride, sums, alphas, after, far, rows)
         elif is_float32:
             table = here + _TABLE_BYTES
-            accumulate_packed(table, 1 << shift, count, head_dim, scores, stride, sums, alphas, table, rows)
+            accumulate_packed(table, 1 << shift, count, head_dim, scores, stride, sums, alphas, table, 0, rows)
         else:
             store_i64(single, values)
-            accumulate_packed(single, count, count, head_dim, scores, stride, sums, alphas, single, rows)
+            accumulate_packed(single, count, count, head_dim, scores, stride, sums, alphas, single, 0, rows)
 
     return attend_chunk
 

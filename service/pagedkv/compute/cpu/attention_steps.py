@@ -119,24 +119,25 @@ def make_score_decode(width: int, kind: int) -> Step:
 
     @compiled
     def score_decode(
-        queries: int, rows: int, head_dim: int, scores: int, stride: int, shift: int, count: int, table: int, ahead: int
-    ) -> None:
+        queries: int, rows: int, head_dim: int, scores: int, stride: int, shift: int, count: int,
+        table: int, ahead: int, value_bytes: int,
+    ) -> None:  # fmt: skip
         row_bytes, mask = head_dim * item, (1 << shift) - 1
         for token in range(0, count, TILE_TOKENS):
             entry, offset = 8 * (token >> shift), (token & mask) * row_bytes
             k, last = load_i64(table + entry) + offset, min(count - token, TILE_TOKENS) - 1
-            after = load_i64(ahead + entry) + offset
+            after, far = load_i64(ahead + entry) + offset, value_bytes
             for row in range(0, rows, full):
                 q, s, left = queries + 4 * row * head_dim, scores + row * stride + 4 * token, rows - row
                 if left >= full:
-                    dot_tile(k, last, row_bytes, q, head_dim, s, stride, after, full, width, kind)
+                    dot_tile(k, last, row_bytes, q, head_dim, s, stride, after, far, full, width, kind)
                 elif left == 3:
-                    dot_tile(k, last, row_bytes, q, head_dim, s, stride, after, three, width, kind)
+                    dot_tile(k, last, row_bytes, q, head_dim, s, stride, after, far, three, width, kind)
                 elif left == 2:
-                    dot_tile(k, last, row_bytes, q, head_dim, s, stride, after, two, width, kind)
+                    dot_tile(k, last, row_bytes, q, head_dim, s, stride, after, far, two, width, kind)
                 else:
-                    dot_tile(k, last, row_bytes, q, head_dim, s, stride, after, 1, width, kind)
-                after = k
+                    dot_tile(k, last, row_bytes, q, head_dim, s, stride, after, far, 1, width, kind)
+                after, far = k, 0
 
     return score_decode
 
@@ -149,36 +150,36 @@ def make_outer_rows(width: int, vectors: int, kind: int, mode: int, remainders: 
     @compiled
     def outer_rows(
         table: int, piece: int, count: int, row_bytes: int, column: int,
-        a: int, a_stride: int, c: int, c_stride: int, alpha: int, ahead: int, rows: int,
+        a: int, a_stride: int, c: int, c_stride: int, alpha: int, ahead: int, far: int, rows: int,
     ) -> None:  # fmt: skip
         row = 0
         while row < rows:
             a_at, c_at, f_at, left = a + row * a_stride, c + row * c_stride, alpha + 4 * row, rows - row
             if left >= full:
                 outer_tile(
-                    table, piece, count, row_bytes, column, a_at, a_stride, c_at, c_stride, f_at, ahead,
+                    table, piece, count, row_bytes, column, a_at, a_stride, c_at, c_stride, f_at, ahead, far,
                     full, vectors, width, kind, mode,
                 )  # fmt: skip
                 row += full
             elif left == 3:
                 outer_tile(
-                    table, piece, count, row_bytes, column, a_at, a_stride, c_at, c_stride, f_at, ahead,
+                    table, piece, count, row_bytes, column, a_at, a_stride, c_at, c_stride, f_at, ahead, far,
                     three, vectors, width, kind, mode,
                 )  # fmt: skip
                 row += three
             elif left == 2:
                 outer_tile(
-                    table, piece, count, row_bytes, column, a_at, a_stride, c_at, c_stride, f_at, ahead,
+                    table, piece, count, row_bytes, column, a_at, a_stride, c_at, c_stride, f_at, ahead, far,
                     two, vectors, width, kind, mode,
                 )  # fmt: skip
                 row += two
             else:
                 outer_tile(
-                    table, piece, count, row_bytes, column, a_at, a_stride, c_at, c_stride, f_at, ahead,
+                    table, piece, count, row_bytes, column, a_at, a_stride, c_at, c_stride, f_at, ahead, far,
                     1, vectors, width, kind, mode,
                 )  # fmt: skip
                 row += 1
-            ahead = table
+            ahead, far = table, 0
 
     return outer_rows
 
@@ -191,49 +192,19 @@ def make_accumulate(width: int, kind: int, mode: int, remainders: bool) -> Step:
 
     @compiled
     def accumulate(
-        table: int,
-        piece: int,
-        count: int,
-        head_dim: int,
-        p: int,
-        p_stride: int,
-        c: int,
-        alpha: int,
-        ahead: int,
-        rows: int,
-    ) -> None:
-        column = 0
+        table: int, piece: int, count: int, head_dim: int, p: int, p_stride: int, c: int, alpha: int,
+        ahead: int, far: int, rows: int,
+    ) -> None:  # fmt: skip
+        column, row_bytes, c_stride = 0, head_dim * item, 4 * head_dim
         while column + 4 * width <= head_dim:
             wide(
-                table,
-                piece,
-                count,
-                head_dim * item,
-                column,
-                p,
-                p_stride,
-                c + 4 * column,
-                4 * head_dim,
-                alpha,
-                ahead,
-                rows,
-            )
+                table, piece, count, row_bytes, column, p, p_stride, c + 4 * column, c_stride, alpha, ahead, far, rows
+            )  # fmt: skip
             column += 4 * width
         while column < head_dim:
             narrow(
-                table,
-                piece,
-                count,
-                head_dim * item,
-                column,
-                p,
-                p_stride,
-                c + 4 * column,
-                4 * head_dim,
-                alpha,
-                ahead,
-                rows,
-            )
+                table, piece, count, row_bytes, column, p, p_stride, c + 4 * column, c_stride, alpha, ahead, far, rows
+            )  # fmt: skip
             column += width
 
     return accumulate

@@ -62,6 +62,16 @@ def emit_loop(builder: Any, stop: Any, step: int, state: list[Any], body: Any) -
     return held
 
 
+def emit_ask(builder: Any, address: Any, far_bytes: Any) -> None:
+    """Ask for the cache line at the address, and for the one `far_bytes` from it.
+
+    While keys are multiplied, the next chunk's values are asked for too, and the other way round: a request that finds
+    all miss buffers taken is dropped, so each line is asked for twice.
+    """
+    emit_prefetch(builder, emit_pointer(builder, address), 2)
+    emit_prefetch(builder, emit_pointer(builder, address, far_bytes), 2)
+
+
 def _emit_quad_sums(builder: Any, quad: list[Any]) -> Any:
     """Return, in every 128-bit lane, that lane's sums of 4 vectors in order."""
     width = quad[0].type.count
@@ -106,6 +116,7 @@ def dot_tile(
     scores: Any,
     scores_stride: Any,
     ahead: Any,
+    far: Any,
     rows: Any,
     width: Any,
     kind: Any,
@@ -113,13 +124,13 @@ def dot_tile(
     """Store the products of `rows` queries (float32 [rows, head_dim]) with 4 neighbouring keys.
 
     Rows beyond key `last` (0 .. 3) are not read: that key stands in for them. `ahead` is where the same tile of the
-    next chunk lies; its cache lines are asked for.
+    next chunk lies; its cache lines are asked for, and those `far` bytes behind them (see emit_ask).
     """
     num_rows, lanes, stored = literal(rows), literal(width), literal(kind)
     item = KIND_BYTES[stored]
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        key_address, last_key, key_stride, query_address, dims, out, out_stride, next_tile = args[:8]
+        key_address, last_key, key_stride, query_address, dims, out, out_stride, next_tile, far_bytes = args[:9]
         key_rows = [key_address]
         for token in range(1, TILE_TOKENS):
             index = builder.select(builder.icmp_signed("<", last_key, word(token)), last_key, word(token))
@@ -135,7 +146,7 @@ def dot_tile(
             wide_offset = builder.mul(dim, word(4))
             ahead_offset = builder.mul(dim, word(TILE_TOKENS * item))
             for line in range(0, max(step_bytes, _CACHE_LINE), _CACHE_LINE):
-                emit_prefetch(builder, emit_pointer(builder, builder.add(next_tile, ahead_offset), line), 2)
+                emit_ask(builder, builder.add(builder.add(next_tile, ahead_offset), word(line)), far_bytes)
             k = [emit_load_as(builder, row, offset, lanes, stored) for row in key_rows]
             result = []
             for row in range(num_rows):
@@ -156,7 +167,7 @@ def dot_tile(
             builder.store(part, emit_pointer(builder, address), align=4)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 8, rows, width, kind), codegen
+    return types.void(*[types.int64] * 9, rows, width, kind), codegen
 
 
 @intrinsic(prefer_literal=True)
@@ -173,6 +184,7 @@ def outer_tile(
     c_stride: Any,
     alpha: Any,
     ahead_table: Any,
+    far: Any,
     rows: Any,
     vectors: Any,
     width: Any,
@@ -189,9 +201,8 @@ def outer_tile(
     item = KIND_BYTES[stored]
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        (table_at, piece_rows, total, b_stride, first_column, a_at, a_step, c_at, c_step, alpha_at, ahead_at) = args[
-            :11
-        ]
+        table_at, piece_rows, total, b_stride, first_column = args[:5]
+        a_at, a_step, c_at, c_step, alpha_at, ahead_at, far_bytes = args[5:12]
         c_rows = [builder.add(c_at, builder.mul(c_step, word(row))) for row in range(num_rows)]
         a_rows = [builder.add(a_at, builder.mul(a_step, word(row))) for row in range(num_rows)]
         column_bytes = builder.mul(first_column, word(item))
@@ -219,7 +230,7 @@ def outer_tile(
                 offset = builder.mul(row_index, b_stride)
                 if ahead is not None:
                     for line in range(0, num_vectors * lanes * item, _CACHE_LINE):
-                        emit_prefetch(builder, emit_pointer(builder, builder.add(ahead, offset), line), 2)
+                        emit_ask(builder, builder.add(builder.add(ahead, offset), word(line)), far_bytes)
                 at = builder.add(base, offset)
                 b = [emit_load_as(builder, at, vector * lanes * item, lanes, stored) for vector in range(num_vectors)]
                 a_offset = builder.mul(builder.add(done, row_index), word(4))
@@ -244,7 +255,7 @@ def outer_tile(
                 builder.store(sums[row * num_vectors + vector], pointer, align=4)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 11, rows, vectors, width, kind, mode), codegen
+    return types.void(*[types.int64] * 12, rows, vectors, width, kind, mode), codegen
 
 
 @intrinsic(prefer_literal=True)
