@@ -11,7 +11,7 @@ import numpy.typing as npt
 from pagedkv.compute.backend import AttentionBatch
 from pagedkv.compute.cpu import attention_args as at
 
-_ITEMS_PER_THREAD: Final = 8  # enough that threads end together, few enough that merging costs nothing
+_ITEMS_PER_THREAD: Final = 16  # enough that threads end together, few enough that merging costs nothing
 _SHORTEST_PART: Final = 256  # tokens
 _LONG_CONTEXT: Final = 2048  # tokens; transposing keys for more queries at once outweighs the masked products
 
