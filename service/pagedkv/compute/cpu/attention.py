@@ -48,7 +48,7 @@ ARRAY_KINDS: Final = {
 _UNIT_ROWS: Final = 128  # rows of a prefill item
 _LONG_UNIT_ROWS: Final = 256  # on a long context, as far as queries, scores and sums stay in the second-level cache
 _LONG_UNIT_ELEMENTS: Final = 1 << 15
-_CHUNK_TOKENS: Final = 64
+_CHUNK_TOKENS: Final = {4: 64, 2: 128, 1: 128}  # by the bytes of an element
 _NO_WINDOW: Final = 1 << 40
 _LOG2_E: Final = math.log2(math.e)
 _SOURCES: Final = tuple(
@@ -82,7 +82,7 @@ class Attention:
         group = layout.shape.group_size
         long_rows = min(_LONG_UNIT_ROWS, max(_UNIT_ROWS, _LONG_UNIT_ELEMENTS // layout.shape.head_dim))
         self._max_rows = -(-max(group, long_rows) // 16) * 16
-        self._chunk_tokens = max(_CHUNK_TOKENS, layout.block_size)
+        self._chunk_tokens = max(_CHUNK_TOKENS[layout.shape.dtype.itemsize], layout.block_size)
         self._limits = PlanLimits(
             block_size=layout.block_size,
             chunk_tokens=self._chunk_tokens,
