@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -31,29 +32,28 @@ QUIET_SECONDS = 0.5  # idle threads spin for a while, which the next turn must n
 
 
 def main(argv: Sequence[str]) -> int:
-    """Start the systems, load them in turns, print the tables, write the JSON."""
+    """Start the systems, load them in turns, print the tables; the JSON is written after each concurrency."""
     options, load_before = parse(argv), os.getloadavg()[0]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no service outlives the benchmark
     machine, service = Machine(), Service(options)
     systems: list[System] = [service]
     try:
         systems += [Service(options, activations) for activations in options.rounded]
         missing = start_peers(systems, options, machine.num_threads)
-        notes = warm_up(systems, missing, options.prompt_tokens)
-        rates = [
-            rate
-            for concurrency, rounds in zip(options.concurrency, options.rounds, strict=True)
-            for rate in measure(systems, missing, machine, options, concurrency, rounds)
-        ]
+        notes, rates = warm_up(systems, missing, options.prompt_tokens), []
+        work = model_work(fetch_smollm2(), DType(options.dtype))
+        sizes = [size / 2**20 for size in (work.weight_bytes, service.pool_tokens * work.kv_bytes)]
+        for at, (concurrency, rounds) in enumerate(zip(options.concurrency, options.rounds, strict=True)):
+            rates += measure(systems, missing, machine, options, concurrency, rounds)
+            measured = options.concurrency[: at + 1]
+            limits = {c: machine.limits(work, options.prompt_tokens, options.new_tokens, c) for c in measured}
+            run = Run(vars(options), notes, missing, rates, limits, *sizes, GOLDEN_TOKENS, load_before)
+            save_run(run)
     finally:
         for system in systems:
             system.close()
         machine.close()
-    work = model_work(fetch_smollm2(), DType(options.dtype))
-    limits = {c: machine.limits(work, options.prompt_tokens, options.new_tokens, c) for c in options.concurrency}
-    sizes = (size / 2**20 for size in (work.weight_bytes, service.pool_tokens * work.kv_bytes))
-    run = Run(vars(options), notes, missing, rates, limits, *sizes, GOLDEN_TOKENS, load_before)
     print_run(run)
-    save_run(run)
     return 0
 
 
@@ -64,7 +64,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--rounds", type=int, nargs="+", default=[3, 2, 1], help="one number for each concurrency")
+    parser.add_argument("--rounds", type=int, nargs="+", default=[2, 2, 1], help="one number for each concurrency")
     parser.add_argument("--dtype", default="float32", help="of pagedkv's KV")
     rounded = "other activations of pagedkv to time beside float32; none: leave it out"
     parser.add_argument("--rounded", nargs="*", default=["int16"], choices=ACTIVATIONS[1:], help=rounded)
