@@ -66,6 +66,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--rounds", type=int, nargs="+", default=[2, 2, 1], help="one number for each concurrency")
     parser.add_argument("--dtype", default="float32", help="of pagedkv's KV")
+    parser.add_argument("--rounded-dtype", default="float16", help="of pagedkv's KV where activations are rounded")
     rounded = "other activations of pagedkv to time beside float32; none: leave it out"
     parser.add_argument("--rounded", nargs="*", default=["int16"], choices=ACTIVATIONS[1:], help=rounded)
     options = parser.parse_args(argv)

@@ -38,12 +38,13 @@ class Service:
     """pagedkv in a process of its own, asked over gRPC; `activations` other than float32 are part of its name."""
 
     def __init__(self, options: argparse.Namespace, activations: str = "float32") -> None:
+        dtype = options.dtype if activations == "float32" else options.rounded_dtype
         num_blocks = max(options.concurrency) * (-(-(options.prompt_tokens + options.new_tokens) // _BLOCK_SIZE) + 1)
         command = [Path(sys.executable).parent / "pagedkv", "serve", "smollm2", "--port=0", "--metrics-port=-1"]
-        command += [f"--blocks={num_blocks}", f"--dtype={options.dtype}", f"--activations={activations}"]
+        command += [f"--blocks={num_blocks}", f"--dtype={dtype}", f"--activations={activations}"]
         self.name = "pagedkv" if activations == "float32" else f"pagedkv {activations}"
         self.version = f"pagedkv {pagedkv.__version__}"
-        self.how = f"over gRPC, weights as stored, KV {options.dtype}, activations {activations}"
+        self.how = f"over gRPC, weights as stored, KV {dtype}, activations {activations}"
         self.pool_tokens = num_blocks * _BLOCK_SIZE
         started = time.perf_counter()
         self._process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
