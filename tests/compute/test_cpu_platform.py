@@ -94,6 +94,15 @@ def test_instruction_set_that_the_host_lacks_is_refused_by_name(monkeypatch) -> 
         features.choose_isa("avx512")
 
 
+def test_process_held_to_a_set_is_refused_a_larger_one(monkeypatch) -> None:
+    everything = {feature: True for isa in features.ISAS.values() for feature in isa.needs}
+    monkeypatch.setattr(features.llvm, "get_host_cpu_features", lambda: everything)
+    monkeypatch.setenv(features.ISA_VARIABLE, "avx2")
+    assert [features.choose_isa(name).name for name in (None, "avx2", "portable")] == ["avx2", "avx2", "portable"]
+    with pytest.raises(InvalidArgument, match="avx2, portable"):
+        features.choose_isa("avx512")
+
+
 def test_machine_without_avx2_gets_the_portable_path(monkeypatch) -> None:
     monkeypatch.delenv(features.ISA_VARIABLE, raising=False)
     monkeypatch.setattr(features.llvm, "get_host_cpu_features", dict)

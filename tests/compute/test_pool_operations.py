@@ -9,8 +9,11 @@ import pytest
 from helpers.attention_cases import NUMPY_DTYPES, assert_close, attend, expected, fill, make_case, make_layout
 from helpers.oracle import oracle_merge
 from pagedkv.compute.backend import AttentionBatch, AttentionParams
+from pagedkv.compute.cpu.features import usable_isas
 from pagedkv.dtypes import DType
 from pagedkv.errors import InvalidArgument
+
+USABLE_ISAS = [isa.name for isa in usable_isas()]
 
 
 def fill_blocks(backend) -> np.ndarray:
@@ -57,7 +60,7 @@ def test_sc11_two_sources_for_one_destination_are_refused(make_backend) -> None:
 
 @pytest.mark.parametrize("source", [np.float32, np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16])
-@pytest.mark.parametrize("isa", [None, "avx2", "portable"])
+@pytest.mark.parametrize("isa", [None, *(name for name in ("avx2", "portable") if name in USABLE_ISAS)])
 def test_write_kv_rounds_as_numpy_and_touches_nothing_else(make_backend, source, dtype, isa) -> None:
     layout = make_layout(head_dim=80, num_blocks=6, dtype=dtype)
     backend = make_backend(layout, isa=isa)

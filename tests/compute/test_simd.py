@@ -10,11 +10,11 @@ import numpy.typing as npt
 import pytest
 
 from pagedkv.compute.cpu.compile_cache import compile_kernel
-from pagedkv.compute.cpu.features import ISAS, choose_isa
+from pagedkv.compute.cpu.features import usable_isas
 from pagedkv.compute.cpu.simd import exp2, load, load_i64, store, tanh
 
 Floats = npt.NDArray[np.float32]
-WIDTHS = sorted({isa.width for isa in ISAS.values() if isa.width <= choose_isa().width})
+WIDTHS = [isa.width for isa in usable_isas()]
 
 
 def applied(function: Callable[..., Any], name: str, width: int, values: npt.ArrayLike) -> Floats:

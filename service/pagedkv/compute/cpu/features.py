@@ -36,14 +36,20 @@ ISAS: Final = {
 _BYTE_DOTS: Final = ("avx512vnni", "avx512vbmi")
 
 
+def usable_isas() -> list[Isa]:
+    """Return the sets whose instructions this machine has and, if the process is held to one, none above it."""
+    host, held = llvm.get_host_cpu_features(), ISAS.get(os.environ.get(ISA_VARIABLE, ""))
+    has_all = [isa for isa in ISAS.values() if all(host.get(feature, False) for feature in isa.needs)]
+    return [isa for isa in has_all if held is None or isa.width <= held.width]
+
+
 def choose_isa(name: str | None = None) -> Isa:
     """Return the set named by the argument, else by PAGEDKV_CPU_ISA, else the best this machine has.
 
     Raises:
-        InvalidArgument: no such set, or this machine lacks its instructions.
+        InvalidArgument: no such set, this machine lacks its instructions, or the process is held to a lesser one.
     """
-    host = llvm.get_host_cpu_features()
-    usable = [isa for isa in ISAS.values() if all(host.get(feature, False) for feature in isa.needs)]
+    usable = usable_isas()
     wanted = name or os.environ.get(ISA_VARIABLE)
     if wanted is None:
         return usable[0]
