@@ -4,15 +4,14 @@
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from pagedkv.dtypes import DType
 from tests.bench.attention_common import ROTATION_BYTES, FilledPool, ReadLimit, Shape
-from tests.bench.peers import AttentionPeer, start_attention_peers
-from tests.bench.report import median_p10, print_peers, print_table, write_result
+from tests.bench.peers import PAUSE_SECONDS, AttentionPeer, start_attention_peers
+from tests.bench.report import median_p10, print_peers, print_table, take_turns, write_result
 
 SHAPES = (
     Shape(1, 4096, 32, 8, 128),
@@ -40,17 +39,11 @@ def measure(
         request = {**asdict(shape), "dtype": str(dtype), "rotation_bytes": ROTATION_BYTES}
         peer.prepare(request, pool.backend.num_threads)
     wider = FilledPool(shape, DType.FLOAT16, block_size=16) if dtype.is_quantized else None
-    samples: dict[str, list[float]] = {name: [] for name in ("ours", "limit", *(peer.label for peer in peers))}
+    turns = {"ours": pool.seconds, "limit": lambda: limit.seconds(shape.kv_bytes(dtype))}
     if wider:
-        samples["float16"] = []
-    for _ in range(rounds):
-        samples["ours"].append(1e3 * pool.seconds())
-        samples["limit"].append(1e3 * limit.seconds(shape.kv_bytes(dtype)))
-        if wider:
-            samples["float16"].append(1e3 * wider.seconds())
-        for peer in peers:
-            samples[peer.label].append(1e3 * peer.seconds())
-            time.sleep(0.02)  # its idle threads spin for a while, which the next turns must not pay for
+        turns["float16"] = wider.seconds
+    turns |= {peer.label: peer.seconds for peer in peers}
+    samples = take_turns(turns, rounds, PAUSE_SECONDS if peers else 0)
     pool.close()
     if wider:
         wider.close()

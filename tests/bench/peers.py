@@ -144,6 +144,9 @@ class LineProcess:
         return dict(json.loads(line))
 
 
+PAUSE_SECONDS = 0.25
+
+
 class AttentionPeer:
     """An attention kernel of another project in its subprocess. Raises PeerUnavailable if it cannot run."""
 

@@ -15,8 +15,8 @@ from pagedkv.compute.cpu.simd import add, fma, load_i64, splat, store
 from pagedkv.dtypes import DType
 from tests.bench.attention_bench import peer_cells, peer_columns
 from tests.bench.attention_common import FilledPool, Shape
-from tests.bench.peers import AttentionPeer, start_attention_peers
-from tests.bench.report import median_p10, print_peers, print_table, write_result
+from tests.bench.peers import PAUSE_SECONDS, AttentionPeer, start_attention_peers
+from tests.bench.report import median_p10, print_peers, print_table, take_turns, write_result
 
 SHAPES = tuple(
     Shape(1, length + context, 32, 8, 128, query_len=length) for length in (512, 2048) for context in (0, 4096)
@@ -51,16 +51,15 @@ def measure(shape: Shape, dtype: DType, peers: Sequence[AttentionPeer], rounds: 
         peer.prepare(request, pool.backend.num_threads)
     kernel, out = compile_kernel(_fma_chains, "fma-chains", (), (__file__,)), np.zeros(32, np.float32)
     args = np.array([0, 1, out.ctypes.data], np.int64)
-    samples: dict[str, list[float]] = {name: [] for name in ("ours", "peak", *(peer.label for peer in peers))}
-    for _ in range(rounds):
-        samples["ours"].append(1e3 * pool.seconds())
+
+    def peak_seconds() -> float:
         start = time.perf_counter()
         kernel.call(args.ctypes.data, 0)
         per_flop = fma_seconds_per_flop(1, time.perf_counter() - start) / pool.backend.num_threads
-        samples["peak"].append(1e3 * per_flop * shape.flops())
-        for peer in peers:
-            samples[peer.label].append(1e3 * peer.seconds())
-            time.sleep(0.02)  # its idle threads spin for a while, which the next turns must not pay for
+        return per_flop * shape.flops()
+
+    turns = {"ours": pool.seconds, "peak": peak_seconds, **{peer.label: peer.seconds for peer in peers}}
+    samples = take_turns(turns, rounds, PAUSE_SECONDS if peers else 0)
     pool.close()
     timings = {name: median_p10(values)._asdict() for name, values in samples.items()}
     return {

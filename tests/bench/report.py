@@ -8,7 +8,8 @@ import os
 import platform
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from rich.table import Table
 
 WIDTH = 110  # of tables that go to a file or a pipe
 RESULTS = Path(__file__).parent / "results"
+_SOON_OVER_SECONDS = 0.02
 _PACKAGES = ("numpy", "numba", "grpcio", "protobuf")
 
 
@@ -56,6 +58,21 @@ def write_result(name: str, result: Mapping[str, Any]) -> Path:
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps({"machine": machine_description(), **result}, indent=2) + "\n")
     return path
+
+
+def take_turns(turns: Mapping[str, Callable[[], float]], rounds: int, pause_seconds: float) -> dict[str, list[float]]:
+    """Return each one's times in milliseconds, `rounds` of them; a turn returns its own seconds.
+
+    Before each turn idle threads of the one before spin out (Intel's OpenMP lets them for 0.2 s). A turn that is soon
+    over counts only when repeated: by then its threads are awake and the clocks are up again.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in turns}
+    for _ in range(rounds):
+        for name, turn in turns.items():
+            time.sleep(pause_seconds)
+            seconds = turn()
+            samples[name].append(1e3 * (turn() if seconds < _SOON_OVER_SECONDS else seconds))
+    return samples
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
