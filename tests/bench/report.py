@@ -19,7 +19,7 @@ from rich.table import Table
 
 WIDTH = 110  # of tables that go to a file or a pipe
 RESULTS = Path(__file__).parent / "results"
-_SOON_OVER_SECONDS = 0.02
+_WAKING_SECONDS = 0.03
 _PACKAGES = ("numpy", "numba", "grpcio", "protobuf")
 
 
@@ -63,15 +63,17 @@ def write_result(name: str, result: Mapping[str, Any]) -> Path:
 def take_turns(turns: Mapping[str, Callable[[], float]], rounds: int, pause_seconds: float) -> dict[str, list[float]]:
     """Return each one's times in milliseconds, `rounds` of them; a turn returns its own seconds.
 
-    Before each turn idle threads of the one before spin out (Intel's OpenMP lets them for 0.2 s). A turn that is soon
-    over counts only when repeated: by then its threads are awake and the clocks are up again.
+    Before each turn idle threads of the one before spin out (Intel's OpenMP lets them for 0.2 s); then it runs
+    untimed until its own threads are awake and the clocks are up again, which takes an idle machine some milliseconds.
     """
     samples: dict[str, list[float]] = {name: [] for name in turns}
     for _ in range(rounds):
         for name, turn in turns.items():
             time.sleep(pause_seconds)
-            seconds = turn()
-            samples[name].append(1e3 * (turn() if seconds < _SOON_OVER_SECONDS else seconds))
+            until = time.perf_counter() + _WAKING_SECONDS
+            while time.perf_counter() < until:
+                turn()
+            samples[name].append(1e3 * turn())
     return samples
 
 
