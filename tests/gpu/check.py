@@ -32,7 +32,7 @@ except ImportError:  # a bare image: bfloat16 arrays never leave the device here
 from pagedkv.compute.cuda.driver import Context, Driver, probe  # noqa: E402
 from pagedkv.dtypes import DType  # noqa: E402
 from pagedkv.errors import UnsupportedModel  # noqa: E402
-from tests.gpu import compare, cublas, generation, peers, timing  # noqa: E402
+from tests.gpu import compare, cublas, peers, timing  # noqa: E402
 from tests.gpu.problem import Problem, attention_error, correctness_problems  # noqa: E402
 
 CORES_TOLERANCE, TENSOR_TOLERANCE = 5e-6, 2e-3  # a real GPU's exp2 and tanh err by a few units in the last place
@@ -111,6 +111,8 @@ def time_all(options: dict[str, Any], tiny: bool, clock: Clock) -> dict[str, Any
 
 def time_generation(options: dict[str, Any], tiny: bool, model: Path | None, limit: float) -> dict[str, Any]:
     """Return end-to-end figures; `share` is of the copy bandwidth, if each step of a decode read every weight once."""
+    from tests.gpu import generation  # needs what a bare CUDA image lacks: a tokenizer's packages
+
     found = generation.measure(tiny, options, model)
     for row in found["rows"]:
         row["share"] = found["weight_bytes"] / row["seconds"] / limit if row["what"] == "decode" else None

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,18 +43,29 @@ runpy.run_module("tests.gpu.check", run_name="__main__", alter_sys=True)
 """
 
 
-def test_gpu_check_on_the_virtual_gpu_is_right_and_prints_its_table_last(tmp_path: Path):
-    out = tmp_path / "check.json"
-    command = [sys.executable, "-c", RUN_WITHOUT.format(hidden=HIDDEN), "--virtual", "--out", str(out)]
+def run_check_without(hidden: tuple[str, ...], out: Path) -> tuple[dict[str, Any], list[str]]:
+    """Run the script on the virtual GPU with these packages out of reach; return its JSON and its lines."""
+    command = [sys.executable, "-c", RUN_WITHOUT.format(hidden=hidden), "--virtual", "--out", str(out)]
     done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(out.read_text())
     assert len(result["virtual"]) > 90
     assert all(row["ok"] for row in result["correctness"] + result["virtual"])
     assert {row["what"] for row in result["times"]["rows"]} == {"decode", "prefill", "write_kv", "copy_blocks"}
+    return result, done.stdout.rstrip().splitlines()
+
+
+def test_gpu_check_on_the_virtual_gpu_is_right_and_prints_its_table_last(tmp_path: Path):
+    result, lines = run_check_without(HIDDEN, tmp_path / "check.json")
     assert [row["tokens_per_second"] > 0 for row in result["generation"]["rows"]] == [True] * 3
-    assert done.stdout.rstrip().splitlines()[-1].startswith("decode      2 at once")
-    assert len(out.read_bytes()) < 1 << 20
+    assert lines[-1].startswith("decode      2 at once")
+    assert (tmp_path / "check.json").stat().st_size < 1 << 20
+
+
+def test_gpu_check_without_a_tokenizers_packages_says_so_and_measures_the_rest(tmp_path: Path):
+    result, lines = run_check_without((*HIDDEN, "tokenizers", "jinja2"), tmp_path / "check.json")
+    assert "No module named" in result["generation"]["not_measured"]
+    assert any(line.startswith("generation: not measured: ModuleNotFoundError") for line in lines)
 
 
 def test_attention_shapes_are_left_out_and_counted_when_the_time_is_up(capsys):
