@@ -58,6 +58,14 @@ class AttentionBatch:
     query_starts: Int32Array  # [num_sequences + 1], exclusive prefix sums of the query lengths
 
 
+def pad_block_tables(tables: Sequence[Sequence[int] | Int32Array]) -> Int32Array:
+    """Return block tables of different lengths as an AttentionBatch takes them [num_sequences, max(1, longest)]."""
+    padded = np.zeros((len(tables), max(map(len, tables), default=0) or 1), np.int32)
+    for row, table in zip(padded, tables, strict=True):
+        row[: len(table)] = table
+    return padded
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionResult:
     """Output of attention: `output` [num_queries, num_heads, head_dim] float32, `lse` [num_queries, num_heads]."""

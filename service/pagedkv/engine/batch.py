@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from pagedkv.cache import CacheManager
-from pagedkv.compute.backend import AttentionBatch
+from pagedkv.compute.backend import AttentionBatch, pad_block_tables
 from pagedkv.engine.scheduler import ScheduledChunk
 from pagedkv.model import StepInput
 
@@ -19,7 +19,7 @@ def build_step_input(chunks: Sequence[ScheduledChunk], cache: CacheManager) -> S
     lengths = np.array([chunk.reservation.num_tokens for chunk in chunks], dtype=np.int64)
     query_starts = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
     positions = np.arange(query_starts[-1], dtype=np.int64) + np.repeat(starts - query_starts[:-1], lengths)
-    block_tables = _pad_tables([cache.block_table(chunk.request.request_id) for chunk in chunks])
+    block_tables = pad_block_tables([cache.block_table(chunk.request.request_id) for chunk in chunks])
     rows = np.repeat(np.arange(len(chunks)), lengths)
     slots = block_tables[rows, positions // block_size].astype(np.int64) * block_size + positions % block_size
     token_ids = np.concatenate([_chunk_token_ids(chunk) for chunk in chunks])
@@ -37,10 +37,3 @@ def build_step_input(chunks: Sequence[ScheduledChunk], cache: CacheManager) -> S
 def _chunk_token_ids(chunk: ScheduledChunk) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
     start = chunk.reservation.start
     return np.array(chunk.request.token_ids[start : start + chunk.reservation.num_tokens], dtype=np.int32)
-
-
-def _pad_tables(tables: Sequence[Sequence[int]]) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
-    padded = np.zeros((len(tables), max(map(len, tables))), dtype=np.int32)
-    for row, table in zip(padded, tables, strict=True):
-        row[: len(table)] = table
-    return padded

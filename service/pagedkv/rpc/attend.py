@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagedkv.cache import CacheManager, Reservation, ReserveRequest
-from pagedkv.compute.backend import AttentionBatch, AttentionParams, Backend
+from pagedkv.compute.backend import AttentionBatch, AttentionParams, Backend, pad_block_tables
 from pagedkv.compute.layout import KvLayout
 from pagedkv.config import require
 from pagedkv.rpc.convert import check_shape, to_array, to_attention_params
@@ -179,10 +179,7 @@ def run_plans(backend: Backend, plans: Sequence[AttendPlan]) -> list[Attended]:
 
 def _to_batch(plans: Sequence[AttendPlan]) -> AttentionBatch:
     tables = [table for plan in plans for table in plan.tables]
-    padded = np.zeros((len(tables), max(1, max(map(len, tables)))), dtype=np.int32)
-    for row, table in zip(padded, tables, strict=True):
-        row[: len(table)] = table
     context_lens = [length for plan in plans for length in plan.context_lens]
     query_lens = [length for plan in plans for length in plan.query_lens]
     starts = np.concatenate(([0], np.cumsum(query_lens))).astype(np.int32)
-    return AttentionBatch(padded, np.array(context_lens, dtype=np.int32), starts)
+    return AttentionBatch(pad_block_tables(tables), np.array(context_lens, dtype=np.int32), starts)
