@@ -129,7 +129,8 @@ def _plot(path: Path, title: str, rows: Sequence[ReplayResult]) -> None:
     axes.set(xlim=(0, 100), xlabel="share of KV memory, %, while requests wait", title=title)
     figure.legend(loc="outside lower center", ncols=2, frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Date": None})
+    with plt.rc_context({"svg.hashsalt": "pagedkv"}):  # or each run names its clip paths anew
+        figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
 
 
