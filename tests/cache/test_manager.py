@@ -176,6 +176,19 @@ def test_copy_source_freed_by_its_last_holder_stays_in_flight_until_commit():
     assert_sound(cache)
 
 
+def test_copy_source_whose_sequence_ends_before_the_commit_is_evicted_before_its_prefix():
+    cache = make_cache(4, 4)
+    prompt = [1] * 13
+    run_prompt(cache, "a", prompt)  # blocks 0 1 2, published, and the tail in 3
+    cache.truncate("a", 11)
+    assert cache.reserve("a", 1).copies == ((2, 3),)
+    cache.free("a")
+    cache.allocate("b")
+    write(cache, "b", 5)  # block 3, and one by eviction
+    assert cache.probe_prefix(prompt) == 8
+    assert_sound(cache)
+
+
 def test_truncate_into_a_published_block_leaves_it_to_the_cache():
     cache = make_cache(8, 4)
     run_prompt(cache, "a", [1, 2, 3, 4, 5, 6, 7, 8, 9])

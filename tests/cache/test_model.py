@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from helpers.cache_model import CacheModel
+from helpers.caches import assert_evicts_children_first
 from pagedkv.cache import BlockState, CacheManager, PrefixExtras, ReserveRequest
 from pagedkv.cache.ledger import next_pow2
 from pagedkv.config import CacheConfig
@@ -146,6 +147,18 @@ class CacheMachine(RuleBasedStateMachine):
             num_tokens = max(self.model.sequences[name].lengths) - num_tokens % 6
         self.both(lambda: self.cache.truncate(name, num_tokens), lambda: self.model.truncate(name, num_tokens))
 
+    @precondition(lambda self: self.model.sequences)
+    @rule(data=st.data(), num_given_back=st.integers(1, SIZE - 1), end=st.sampled_from(["commit", "cancel", "leave"]))
+    def rewrite(self, data, num_given_back, end):
+        """Give back the end of a sequence and begin to write it anew: mostly a copy of a published block."""
+        name = data.draw(st.sampled_from(sorted(self.model.sequences)))
+        sequence = self.model.sequences[name]
+        if sequence.open or sequence.host is not None or min(sequence.lengths) < num_given_back:
+            return
+        num_tokens = min(sequence.lengths) - num_given_back
+        self.both(lambda: self.cache.truncate(name, num_tokens), lambda: self.model.truncate(name, num_tokens))
+        self.reserve_and_end([(name, 1, None, None)], end)
+
     @precondition(lambda self: len(self.model.sequences) > 1)
     @rule(names=st.lists(NAMES, min_size=1, max_size=2))
     def free(self, names):
@@ -206,6 +219,7 @@ class CacheMachine(RuleBasedStateMachine):
     def check(self):
         report = self.cache.audit()
         assert report.ok, report.findings
+        assert_evicts_children_first(self.cache)
         self.check_tables()
         self.check_usage()
         self.check_accounting()

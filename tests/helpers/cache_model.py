@@ -156,11 +156,11 @@ class CacheModel:
             self._get(name)
         for name in names:
             sequence = self.sequences.pop(name)
+            if sequence.open and sequence.open.copy:
+                self._unhold(sequence.open.copy[0])
             for block in reversed(sequence.table):
                 self._leave(block, name)
             self._drop_host(name, sequence)
-            if sequence.open and sequence.open.copy:
-                self._unhold(sequence.open.copy[0])
 
     def flush(self):
         num_dropped = len(self.cached)

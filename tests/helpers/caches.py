@@ -52,6 +52,18 @@ def assert_sound(cache):
     usage = cache.usage()
     states = (usage.free, usage.cached, usage.private, usage.shared, usage.pinned, usage.in_flight)
     assert sum(states) == usage.total == cache.config.num_blocks
+    assert_evicts_children_first(cache)
+
+
+def assert_evicts_children_first(cache):
+    """Check that no cached block would be evicted, or is to be had, before one whose digest is chained to its own."""
+    gone = set()
+    for block in cache.pool.cached:
+        parent = cache.pool.published[block].parent
+        assert isinstance(parent, bytes) or parent.block_id not in gone, (block, list(cache.pool.cached))
+        gone.add(block)
+    held = [entry for block, entry in cache.pool.published.items() if block not in gone]
+    assert all(isinstance(entry.parent, bytes) or entry.parent.block_id not in gone for entry in held)
 
 
 def assert_pool_clean(cache):

@@ -369,8 +369,8 @@ class CacheManager:
         ledger.claimed_tokens -= sequence.claimed
         ledger.logical_tokens -= sequence.length
         ledger.pow2_tokens -= sequence.pow2
-        ledger.leave_all(sequence, 0, now)
         self._reservations.void(sequence, now)
+        ledger.leave_all(sequence, 0, now)
 
     def _check_new_id(self, field: str, sequence_id: str) -> None:
         valid = isinstance(sequence_id, str) and 0 < len(sequence_id) <= MAX_ID_LENGTH

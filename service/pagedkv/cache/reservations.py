@@ -148,7 +148,7 @@ class Reservations:
         self._release_copies(reservation.copies, now)
 
     def void(self, sequence: Sequence, now: float) -> None:
-        """End the open reservation of a sequence whose blocks are gone already."""
+        """End the open reservation of a sequence before it leaves its blocks: the source of a copy hangs on them."""
         if sequence.open is not None:
             self._release_copies(sequence.open.copies, now)
             sequence.open = None
