@@ -27,12 +27,17 @@ def main(argv: Sequence[str]) -> int:
 def make_section() -> str:
     """Return the section as the results have it."""
     machine = _load("cache")["machine"]
-    rows = "\n".join(f"| {what} | {figure} | `./run bench {name}` |" for what, figure, name in _rows())
-    return (
-        f"{BEGIN}\n\nMedians on {machine['cores']} cores of a shared {machine['cpu']} ({', '.join(machine['isa'])}), "
-        f"{machine['date']}; such machines are noisy, so compare ratios.\n\n"
-        f"| what | figure | command |\n|---|---|---|\n{rows}\n\n{_sensitivity()}\n"
+    rows = [[what, figure, f"`./run bench {name}`"] for what, figure, name in _rows()]
+    parts = (
+        f"Medians on {machine['cores']} cores of a shared {machine['cpu']} ({', '.join(machine['isa'])}), "
+        f"{machine['date']}; such machines are noisy, so compare ratios.",
+        _table(["what", "figure", "command"], rows),
+        _generate_table(),
+        _attention_table("attention", "Decode attention", "limit", "read bandwidth"),
+        _attention_table("prefill", "Prefill attention", "peak", "FMA rate"),
+        _sensitivity(),
     )
+    return "\n\n".join((BEGIN, *parts)) + "\n"
 
 
 def _load(name: str) -> dict[str, Any]:
@@ -43,8 +48,6 @@ def _rows() -> Iterator[tuple[str, str, str]]:
     yield from _fragmentation_rows()
     yield from _cache_rows()
     yield from _rpc_rows()
-    yield from _attention_rows()
-    yield from _generate_rows()
     yield from _perplexity_rows()
     cost = _load("metrics")["cost_ms"]["100000"]["scrape, text"]["median"]
     yield "one scrape at 100,000 blocks", f"{cost:.2f} ms", "metrics"
@@ -89,37 +92,63 @@ def _rpc_rows() -> Iterator[tuple[str, str, str]]:
             yield f"{row['call']} round trip ({row['load']})", figure, "rpc"
 
 
-def _attention_rows() -> Iterator[tuple[str, str, str]]:
-    results = _load("attention")
-    for row in results["results"]:
-        shape, times = row["shape"], row["milliseconds"]
-        if (shape["batch"], shape["num_heads"]) != (16, 32):
-            continue
-        ours, share = times["ours"]["median"], times["limit"]["p10"] / times["ours"]["p10"]
-        figure = f"{ours:.1f} ms, {share:.2f} of the read bandwidth (p10)"
-        peers = {label: times[label]["median"] for label in results["peers"] if label in times}
-        if peers:
-            figure += ", " + ", ".join(
-                f"{theirs / ours:.1f} times as fast as {label}" for label, theirs in peers.items()
-            )
-        what = f"decode attention {row['dtype']}, batch {shape['batch']}, context {shape['context']}, 32/8 heads of 128"
-        yield what, figure, "attention --peers"
-
-
-def _generate_rows() -> Iterator[tuple[str, str, str]]:
+def _generate_table() -> str:
     results = _load("generate")
-    for ours in results["results"]:
-        figure = f"prefill {ours['prefill']:.0f}, decode {_rate(ours)} tokens/s"
-        peers = [row for row in results["peers"] if row["concurrency"] == ours["concurrency"]]
-        if peers:
-            figure += " (" + ", ".join(f"{row['system']} {row['prefill']:.0f} / {_rate(row)}" for row in peers) + ")"
-        busy = ", on a busy machine" if results["load_before"] > BUSY else ""
-        what = f"SmolLM2-135M through gRPC, {ours['concurrency']} at once{busy}"
-        yield what, figure, "generate" if results["options"]["peers"] is None else "generate --peers"
+    concurrency = [row["concurrency"] for row in results["results"]]
+    rates: dict[str, list[str]] = {}
+    for row in (*results["results"], *results["peers"]):
+        rates.setdefault(row["system"], []).append(f"{row['prefill']:.0f} / {_rate(row)}")
+    busy = ", on a busy machine" if results["load_before"] > BUSY else ""
+    options = results["options"]
+    command = "generate" if options["peers"] is None else "generate --peers"
+    title = (
+        f"SmolLM2-135M, prompts of {options['prompt_tokens']} tokens and {options['new_tokens']} new ones{busy} "
+        f"(`./run bench {command}`; pagedkv through gRPC):"
+    )
+    head = ["prefill / decode, tokens/s", *(f"{number} at once" for number in concurrency)]
+    return title + "\n\n" + _table(head, [[system, *cells] for system, cells in rates.items()])
 
 
 def _rate(row: dict[str, Any]) -> str:
     return "-" if row["decode"] is None else f"{row['decode']:.0f}"
+
+
+def _attention_table(name: str, title: str, limit: str, limit_name: str) -> str:
+    """Return a table of all shapes and dtypes: the share of the limit, and the others' times in multiples of ours."""
+    results = _load(name)
+    rows: dict[str, list[str]] = {}
+    shapes = dict.fromkeys(_shape(row["shape"]) for row in results["results"])
+    for row in results["results"]:
+        rows.setdefault(row["dtype"], []).append(_times(row["milliseconds"], limit))
+    command = f"{name} --peers" if results["peers"] else name
+    text = (
+        f"{title}, block size {results['block_size']}: our share of the {limit_name} (p10), then the time that others "
+        f"take, each in its fastest form, as a multiple of ours (`./run bench {command}`):"
+    )
+    return text + "\n\n" + _table(["", *shapes], [[dtype, *cells] for dtype, cells in rows.items()])
+
+
+def _shape(shape: dict[str, int]) -> str:
+    heads = f"{shape['num_heads']}/{shape['num_kv_heads']} × {shape['head_dim']}"
+    query = shape["query_len"]
+    if query == 1:
+        return f"{shape['batch']} at {shape['context']:,}, heads {heads}"
+    return f"{query:,} tokens on {shape['context'] - query:,}"
+
+
+def _times(times: dict[str, dict[str, float]], limit: str) -> str:
+    best: dict[str, float] = {}
+    for label, time in times.items():
+        if label not in ("ours", limit):
+            system = "our float16" if label == "float16" else label.split()[0]
+            best[system] = min(time["median"], best.get(system, time["median"]))
+    ratios = "".join(f", {system} {time / times['ours']['median']:.2f}" for system, time in best.items())
+    return f"{times[limit]['p10'] / times['ours']['p10']:.2f}{ratios}"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def _perplexity_rows() -> Iterator[tuple[str, str, str]]:
