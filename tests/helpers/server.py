@@ -33,6 +33,7 @@ class Serving:
     server: Server
     cache: CacheManager
     backend: Any
+    engine: Any = None
 
     @property
     def address(self) -> str:
@@ -69,7 +70,7 @@ async def serving(
     server = Server(ServerConfig(port=0, **config), cache=cache, backend=backend, engine=engine)
     await server.start()
     try:
-        yield Serving(server, cache, backend)
+        yield Serving(server, cache, backend, engine)
     finally:
         await server.stop(0)
         if engine is not None:

@@ -3,11 +3,14 @@
 import asyncio
 import contextlib
 import threading
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
 from helpers.server import serving
+from helpers.waiting import until
 from helpers.wire import assert_attention, make_queries, make_rows
 from pagedkv.client import AsyncClient
 from pagedkv.errors import PositionMismatch, SequenceNotFound
@@ -76,12 +79,35 @@ async def test_calls_left_by_a_launch_come_first_in_the_next():
     assert launches.requests == [[0], [1, 3], [2, 4]]
 
 
-@contextlib.asynccontextmanager
-async def busy_device():
-    """Yield a client of a server with sequences s0 to s5 of 20 tokens, and a list of the rows of each launch.
+@dataclass
+class Busy:
+    """A server whose device is busy until `release`: a client of it, the rows of each launch, calls that arrived."""
 
-    An attend to s5 holds the device until `release`, so whatever is sent before meets a busy one.
-    """
+    client: AsyncClient
+    launches: list[int]
+    release: Callable[[], None]
+    arrived: list[asyncio.Future]
+
+    async def send(self, *calls):
+        """Send calls, each when the one before has arrived; return their tasks."""
+        tasks = []
+        for call in calls:
+            before = len(self.arrived)
+            tasks.append(asyncio.ensure_future(call))
+            await until(lambda before=before: len(self.arrived) > before, "arrival")
+        return tasks
+
+
+@contextlib.asynccontextmanager
+async def busy_device(monkeypatch):
+    """Serve sequences s0 to s5 of 20 tokens; an attend to s5 holds the device, so whatever is sent meets a busy one."""
+    arrived, run = [], Batcher.run
+
+    def noting(batcher, request):
+        arrived.append(run(batcher, request))
+        return arrived[-1]
+
+    monkeypatch.setattr(Batcher, "run", noting)
     async with serving() as served, AsyncClient(served.address, timeout=60) as client:
         for at in range(6):
             await client.allocate(f"s{at}")
@@ -95,28 +121,18 @@ async def busy_device():
 
         served.backend.attend = watched
         first = asyncio.ensure_future(client.attend(["s5"], make_queries(1), layer=0))
-        while not launches:
-            await asyncio.sleep(0.001)
-        yield client, launches, gate.set
+        await until(lambda: launches, "launch")
+        yield Busy(client, launches, gate.set, arrived)
         gate.set()
         await first
 
 
-async def sent(*calls):
-    """Send calls and give them time to arrive, in this order."""
-    tasks = []
-    for call in calls:
-        tasks.append(asyncio.ensure_future(call))
-        await asyncio.sleep(0.02)
-    return tasks
-
-
 @on_each_backend
-async def test_attends_that_meet_a_busy_device_run_as_one_launch_and_are_exact():
-    async with busy_device() as (client, launches, release):
+async def test_attends_that_meet_a_busy_device_run_as_one_launch_and_are_exact(monkeypatch):
+    async with busy_device(monkeypatch) as busy:
         rows = [make_rows(at + 1, 50 + at) for at in range(5)]
         calls = [
-            client.attend(
+            busy.client.attend(
                 [f"s{at}"],
                 make_queries(at + 1, at),
                 layer=0,
@@ -125,59 +141,59 @@ async def test_attends_that_meet_a_busy_device_run_as_one_launch_and_are_exact()
             )
             for at in range(5)
         ]
-        tasks = await sent(*calls)
-        release()
+        tasks = await busy.send(*calls)
+        busy.release()
         results = await asyncio.gather(*tasks)
         for at, result in enumerate(results):
             full = [np.concatenate([a, b]) if at % 2 else a for a, b in zip(make_rows(20, at), rows[at], strict=True)]
             assert_attention(result, make_queries(at + 1, at), [full[0]], [full[1]], [at + 1])
-        assert launches == [1, 1 + 2 + 3 + 4 + 5]
-        assert (await client.audit()).ok
+        assert busy.launches == [1, 1 + 2 + 3 + 4 + 5]
+        assert (await busy.client.audit()).ok
 
 
 @on_each_backend
-async def test_attends_of_other_options_run_apart():
-    async with busy_device() as (client, launches, release):
+async def test_attends_of_other_options_run_apart(monkeypatch):
+    async with busy_device(monkeypatch) as busy:
         windows = [4, 4, 9]
-        tasks = await sent(
-            *(client.attend([f"s{at}"], make_queries(1), layer=0, window=w) for at, w in enumerate(windows))
+        tasks = await busy.send(
+            *(busy.client.attend([f"s{at}"], make_queries(1), layer=0, window=w) for at, w in enumerate(windows))
         )
-        release()
+        busy.release()
         for at, task in enumerate(tasks):
             keys, values = make_rows(20, at)
             assert_attention(await task, make_queries(1), [keys], [values], [1], window=windows[at])
-        assert launches == [1, 2, 1]
+        assert busy.launches == [1, 2, 1]
 
 
 @on_each_backend
-async def test_bad_attend_in_a_shared_launch_fails_alone():
-    async with busy_device() as (client, launches, release):
+async def test_bad_attend_in_a_shared_launch_fails_alone(monkeypatch):
+    async with busy_device(monkeypatch) as busy:
         keys, values = make_rows(1, 9)
         new = {"layer": 0, "keys": keys, "values": values}
-        tasks = await sent(
-            client.attend(["s0"], make_queries(1), **new),
-            client.attend(["nobody"], make_queries(1), **new),
-            client.attend(["s1"], make_queries(1), positions=[25], **new),
-            client.attend(["s2"], make_queries(1), layer=0),
+        tasks = await busy.send(
+            busy.client.attend(["s0"], make_queries(1), **new),
+            busy.client.attend(["nobody"], make_queries(1), **new),
+            busy.client.attend(["s1"], make_queries(1), positions=[25], **new),
+            busy.client.attend(["s2"], make_queries(1), layer=0),
         )
-        release()
+        busy.release()
         good, unknown, gap, other = await asyncio.gather(*tasks, return_exceptions=True)
         assert isinstance(unknown, SequenceNotFound)
         assert isinstance(gap, PositionMismatch)
         full = [np.concatenate(pair) for pair in zip(make_rows(20, 0), (keys, values), strict=True)]
         assert_attention(good, make_queries(1), [full[0]], [full[1]], [1])
         assert_attention(other, make_queries(1), *([rows] for rows in make_rows(20, 2)), [1])
-        assert launches == [1, 2]
-        assert (await client.sequence("s1")).layer_lengths[0] == 20
+        assert busy.launches == [1, 2]
+        assert (await busy.client.sequence("s1")).layer_lengths[0] == 20
 
 
 @on_each_backend
-async def test_two_writes_to_one_sequence_follow_each_other():
-    async with busy_device() as (client, launches, release):
+async def test_two_writes_to_one_sequence_follow_each_other(monkeypatch):
+    async with busy_device(monkeypatch) as busy:
         keys, values = make_rows(2, 9)
-        tasks = await sent(
+        tasks = await busy.send(
             *(
-                client.attend(
+                busy.client.attend(
                     ["s0"],
                     make_queries(1, at),
                     layer=0,
@@ -188,24 +204,24 @@ async def test_two_writes_to_one_sequence_follow_each_other():
                 for at in range(2)
             )
         )
-        release()
+        busy.release()
         old = make_rows(20, 0)
         for at, task in enumerate(tasks):
             full = [np.concatenate([a, b[: at + 1]]) for a, b in zip(old, (keys, values), strict=True)]
             assert_attention(await task, make_queries(1, at), [full[0]], [full[1]], [1])
-        assert launches == [1, 1, 1]
+        assert busy.launches == [1, 1, 1]
 
 
 @on_each_backend
-async def test_waiting_attend_whose_caller_goes_writes_nothing():
-    async with busy_device() as (client, launches, release):
+async def test_waiting_attend_whose_caller_goes_writes_nothing(monkeypatch):
+    async with busy_device(monkeypatch) as busy:
         keys, values = make_rows(1, 9)
-        (task,) = await sent(client.attend(["s0"], make_queries(1), layer=0, keys=keys, values=values))
+        (task,) = await busy.send(busy.client.attend(["s0"], make_queries(1), layer=0, keys=keys, values=values))
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await asyncio.sleep(0.05)
-        release()
-        await client.attend(["s1"], make_queries(1), layer=0)
-        assert (await client.sequence("s0")).layer_lengths[0] == 20
-        assert launches == [1, 1]
+        await until(busy.arrived[-1].cancelled, "news of the cancellation")
+        busy.release()
+        await busy.client.attend(["s1"], make_queries(1), layer=0)
+        assert (await busy.client.sequence("s0")).layer_lengths[0] == 20
+        assert busy.launches == [1, 1]

@@ -1,6 +1,6 @@
 """The cache service over the wire: what each call does to the pool and what it answers."""
 
-import time
+import threading
 
 import grpc
 import numpy as np
@@ -259,9 +259,11 @@ def test_append_whose_caller_has_gone_is_written_all_the_same(client, served, na
     """A deadline that passes while the device is busy must not leave committed tokens without K and V."""
     keys, values = make_rows(20)
     client.allocate(name)
-    served.backend.submit(lambda: time.sleep(0.3))
-    with type(client)(served.address, timeout=0.05) as hasty, pytest.raises(TransportError, match="DEADLINE"):
+    busy = threading.Event()
+    served.backend.submit(lambda: busy.wait(60))
+    with type(client)(served.address, timeout=0.2) as hasty, pytest.raises(TransportError, match="DEADLINE"):
         hasty.append(name, keys, values, layer=0, position=0)
+    busy.set()
     assert client.append(name, keys, values, layer=0, position=0) == 20
     queries = make_queries(1)
     assert_attention(client.attend([name], queries, layer=0), queries, [keys], [values], [1])
