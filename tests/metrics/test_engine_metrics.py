@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
 import pytest
 
@@ -43,22 +43,28 @@ def bucket(samples, name, bound):
     return value(samples, name + "_bucket", repr(bound))
 
 
-async def test_mt01_latencies_fall_into_the_right_buckets():
+async def test_mt01_latencies_fall_into_the_right_buckets(monkeypatch):
+    now = 100.0
+
     def wait(step):
-        time.sleep(0.06 if len(step.token_ids) > 1 else 0.015)
+        nonlocal now
+        now += 0.06 if len(step.token_ids) > 1 else 0.015
+
+    monkeypatch.setattr("pagedkv.engine.engine.time", SimpleNamespace(perf_counter=lambda: now))
 
     name = "pagedkv_time_to_first_token_seconds"
     async with measured_engine(decoder=ScriptedDecoder(before_step=wait)) as (engine, metrics, _):
         for seed in range(10):
             await collect(submit(engine, make_prompt(5, seed), max_tokens=3))
         samples = scrape(metrics)
-    assert value(samples, name + "_sum") == pytest.approx(0.6, rel=0.5)
+    assert value(samples, name + "_sum") == pytest.approx(10 * 0.06)
     assert bucket(samples, name, 0.05) == 0
-    assert bucket(samples, name, 0.25) >= 9
+    assert bucket(samples, name, 0.1) == 10
     assert value(samples, name + "_bucket", "+Inf") == value(samples, name + "_count") == 10
     inter_token = "pagedkv_inter_token_latency_seconds"
+    assert value(samples, inter_token + "_sum") == pytest.approx(20 * 0.015)
     assert bucket(samples, inter_token, 0.01) == 0
-    assert value(samples, inter_token + "_count") == 20
+    assert bucket(samples, inter_token, 0.025) == value(samples, inter_token + "_count") == 20
 
 
 async def test_mt02_first_token_samples_are_the_requests_that_sent_one():

@@ -26,6 +26,8 @@ _log = logging.getLogger(__name__)
 _MAX_HEAD_BYTES: Final = 16 * 2**10
 _MAX_CONNECTIONS: Final = 64
 _DEADLINE_SECONDS: Final = 10.0
+_PARTING_SECONDS: Final = 2.0
+_MAX_PARTING_READS: Final = 1024
 _HEARTBEAT_SECONDS: Final = 5.0
 _TEXTS: Final = {
     200: "OK",
@@ -94,6 +96,11 @@ class MetricsServer:
             ) from error
         self.port = self._server.sockets[0].getsockname()[1]
 
+    @property
+    def num_connections(self) -> int:
+        """Connections open now, those about to be refused included."""
+        return len(self._connections)
+
     async def stop(self) -> None:
         """Close the port and every connection."""
         if self._server is not None:
@@ -121,16 +128,18 @@ class MetricsServer:
             writer.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(self._connections) > 2 * _MAX_CONNECTIONS:
+            raise ConnectionError("too many connections, even to be told so")
         if len(self._connections) > _MAX_CONNECTIONS:
-            await _send(writer, _problem(503, "too many connections"))
+            await _send(reader, writer, _problem(503, "too many connections"))
             return
         request = await asyncio.wait_for(_read_request(reader), _DEADLINE_SECONDS)
         if isinstance(request, Response):
-            await _send(writer, request)
+            await _send(reader, writer, request)
         elif request.path == "/api/events" and request.method == "GET" and self._is_allowed(request):
             await self._stream(writer)
         else:
-            await _send(writer, await self._answer(request), with_body=request.method != "HEAD")
+            await _send(reader, writer, await self._answer(request), with_body=request.method != "HEAD")
 
     async def _answer(self, request: Request) -> Response:
         if request.method not in ("GET", "HEAD"):
@@ -209,13 +218,26 @@ async def _read_request(reader: asyncio.StreamReader) -> Request | Response:
     return Request(words[0], words[1].partition("?")[0], headers)
 
 
-async def _send(writer: asyncio.StreamWriter, response: Response, *, with_body: bool = True) -> None:
+async def _send(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, response: Response, *, with_body: bool = True
+) -> None:
     headers = {"Content-Length": str(len(response.body)), **response.headers}
     writer.write(_head(response.status, response.content_type, headers) + (response.body if with_body else b""))
     await asyncio.wait_for(writer.drain(), _DEADLINE_SECONDS)
+    await _part(reader, writer)
     writer.close()
     with contextlib.suppress(ConnectionError):
         await asyncio.wait_for(writer.wait_closed(), _DEADLINE_SECONDS)
+
+
+async def _part(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """End our side and read what still comes: closing on unread bytes resets a connection, and the answer with it."""
+    writer.write_eof()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_PARTING_SECONDS):
+            for _ in range(_MAX_PARTING_READS):
+                if not await reader.read(_MAX_HEAD_BYTES):
+                    return
 
 
 def _head(status: int, content_type: str, headers: dict[str, str]) -> bytes:
