@@ -64,7 +64,7 @@ def test_readme_client_example_runs_against_a_bare_cache():
 def test_serve_reports_metrics_health_and_drains_on_sigterm():
     with ServiceProcess(*BARE) as service:
         for path, text in (("/metrics", "pagedkv_"), ("/health", ""), ("/ready", "")):
-            with urllib.request.urlopen(service.metrics_url + path, timeout=10) as response:
+            with urllib.request.urlopen(service.metrics_url + path, timeout=60) as response:
                 assert response.status == 200
                 assert text in response.read().decode()
         assert service.stop(signal.SIGTERM) == 0

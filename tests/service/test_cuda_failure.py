@@ -12,6 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from helpers.tiny_models import HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, make_tiny_model
+from helpers.waiting import PATIENCE, until
 from helpers.whole_service import whole_service
 from pagedkv.errors import DeviceError
 from virtual_gpu.driver import CUresult
@@ -64,7 +65,7 @@ async def health(address):
 
 def get(url):
     try:
-        with urllib.request.urlopen(url, timeout=10) as response:
+        with urllib.request.urlopen(url, timeout=PATIENCE) as response:
             return response.status, response.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, ""
@@ -75,7 +76,7 @@ async def assert_answers_nothing(running):
     launches = running.driver.launch_number
     for name, call in CALLS.items():
         with pytest.raises(DeviceError) as caught:
-            await asyncio.wait_for(call(running.client), 5)
+            await asyncio.wait_for(call(running.client), PATIENCE)
         assert caught.value.reason == "DEVICE_ERROR", name
     assert running.driver.launch_number == launches
     assert await health(running.service.address) == {NOT_SERVING}
@@ -120,9 +121,9 @@ async def test_a_stream_in_the_middle_ends_with_the_error_and_so_do_the_waiting_
         streams = [running.client.generate("Hello", max_tokens=500, ignore_eos=True) for _ in range(3)]
         await anext(streams[0])
         rest = [asyncio.ensure_future(collect(stream)) for stream in streams]
-        await asyncio.sleep(0.05)
+        await until(lambda: running.service.engine.stats.num_waiting == 2, "two requests that wait")
         fault_in_a_kernel(running)
-        for error in await asyncio.wait_for(asyncio.gather(*rest, return_exceptions=True), 10):
+        for error in await asyncio.wait_for(asyncio.gather(*rest, return_exceptions=True), PATIENCE):
             assert isinstance(error, DeviceError)
         await assert_answers_nothing(running)
         assert running.service.cache.sequence_ids() == []
@@ -137,4 +138,4 @@ async def test_a_failed_service_stops_in_time(tmp_path):
         fault_in_a_kernel(running)
         with pytest.raises(DeviceError):
             await generate(running.client)
-        await asyncio.wait_for(running.service.stop(), 10)
+        await asyncio.wait_for(running.service.stop(), PATIENCE)

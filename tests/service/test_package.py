@@ -22,7 +22,7 @@ def wheel(tmp_path_factory):
     """The wheel, built from this checkout without a network, unpacked; returns its folder."""
     target = tmp_path_factory.mktemp("wheel")
     build = "import sys; from hatchling.build import build_wheel; build_wheel(sys.argv[1])"
-    subprocess.run([sys.executable, "-c", build, str(target)], cwd=ROOT, check=True, capture_output=True, timeout=60)
+    subprocess.run([sys.executable, "-c", build, str(target)], cwd=ROOT, check=True, capture_output=True, timeout=200)
     (path,) = target.glob("*.whl")
     with zipfile.ZipFile(path) as archive:
         archive.extractall(target / "unpacked")
