@@ -86,9 +86,17 @@ def test_add_updates_its_first_argument(make_ops):
     np.testing.assert_array_equal(x, expected)
 
 
-def test_take_rows_returns_the_rows_in_order(make_ops):
-    x = make_values(6, 8)
-    np.testing.assert_array_equal(make_ops().take_rows(x, np.array([5, 0, 5], np.int32)), x[[5, 0, 5]])
+@pytest.mark.parametrize("width", [8, 6, 64])
+def test_take_rows_returns_the_rows_in_order(make_ops, isa, width):
+    x = make_values(6, width)
+    np.testing.assert_array_equal(make_ops(isa).take_rows(x, np.array([5, 0, 5], np.int32)), x[[5, 0, 5]])
+
+
+@pytest.mark.parametrize("row", [6, -7])
+def test_take_rows_refuses_a_row_outside(make_ops, isa, row):
+    for width in (6, 64):
+        with pytest.raises(IndexError, match=str(row)):
+            make_ops(isa).take_rows(make_values(6, width), np.array([0, row], np.int32))
 
 
 def test_split_returns_contiguous_parts(make_ops):

@@ -25,6 +25,7 @@ class NumpyBackend:
     """Implements `Backend`. `num_weights_loaded` counts `load_weight` calls; slots nobody wrote hold NaN."""
 
     name = "cpu"
+    repeats_prompts = False
 
     def __init__(self, layout: KvLayout, dtype: type = np.float32, num_host_blocks: int = 0) -> None:
         self.layout, self.num_host_blocks = layout, num_host_blocks

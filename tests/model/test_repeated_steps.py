@@ -51,6 +51,21 @@ def make_step(context_lens: list[int], seed: int = 0, vocab_size: int = 40_000) 
     )
 
 
+def make_prompts_step(query_lens: list[int], seed: int = 0, logit_rows: list[int] | None = None) -> StepInput:
+    """Chunks of these lengths, each behind up to 40 tokens; by default logits of each chunk's last token."""
+    rng = np.random.default_rng(seed)
+    lengths = np.array(query_lens, np.int32)
+    contexts = lengths + rng.integers(0, 40, len(lengths)).astype(np.int32)
+    starts = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
+    tables = rng.permutation(NUM_BLOCKS)[: len(contexts) * 8].reshape(len(contexts), 8).astype(np.int32)
+    rows = np.repeat(np.arange(len(lengths)), lengths)
+    positions = (np.arange(starts[-1]) + np.repeat(contexts - lengths - starts[:-1], lengths)).astype(np.int32)
+    slots = tables[rows, positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
+    wanted = starts[1:] - 1 if logit_rows is None else np.array(logit_rows, np.int32)
+    token_ids = rng.integers(0, 40_000, int(starts[-1])).astype(np.int32)
+    return StepInput(token_ids, positions, slots, AttentionBatch(tables, contexts, starts), (), wanted)
+
+
 def fill_pool(backend: CpuBackend) -> None:
     shape = backend.layout.shape
     slots = np.arange(NUM_BLOCKS * BLOCK_SIZE)
@@ -77,6 +92,32 @@ def test_repeated_decode_step_gives_the_bits_of_operations_one_by_one(model, bac
     for step, logits in zip(steps, expected, strict=True):
         np.testing.assert_array_equal(model.decoder.forward(step), logits)
     np.testing.assert_array_equal(pool_bytes(backend), expected_pool)
+
+
+PROMPTS = (([70, 1, 13], None), ([1, 40, 43], None), ([70, 1, 13], [83, 2]), ([50, 33, 1], []), ([20, 20, 44], []))
+
+
+def test_repeated_step_with_prompts_gives_the_bits_of_operations_one_by_one(model, backend, monkeypatch):
+    """Steps of one shape whose chunks, contexts and rows of logits differ, in turns with those of other shapes."""
+    steps = [make_prompts_step(lengths, seed, rows) for seed, (lengths, rows) in enumerate(PROMPTS)]
+    with monkeypatch.context() as plain:
+        plain.setattr(backend, "repeats_prompts", False)
+        fill_pool(backend)
+        expected = [model.decoder.forward(step).copy() for step in steps]
+        expected_pool = pool_bytes(backend)
+    for _ in range(2):
+        fill_pool(backend)
+        for step, logits in zip(steps, expected, strict=True):
+            np.testing.assert_array_equal(model.decoder.forward(step), logits)
+        np.testing.assert_array_equal(pool_bytes(backend), expected_pool)
+
+
+def test_repeated_step_refuses_a_row_that_it_does_not_have(model, backend):
+    step = make_prompts_step([30, 5])
+    model.decoder.forward(step)
+    step.logit_rows[1] = 35
+    with pytest.raises(IndexError, match="35"):
+        model.decoder.forward(step)
 
 
 def test_repeated_decode_step_of_a_long_context_takes_new_parts(model, backend, monkeypatch):

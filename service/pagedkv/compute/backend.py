@@ -181,6 +181,7 @@ class Backend(KvOps, DenseOps, Protocol):
     """A device with its pool, its operations and its ordered queue."""
 
     name: str  # "cpu" or "cuda"
+    repeats_prompts: bool  # whether `repeat` pays for steps with prompts, whose shapes are many
 
     def submit(self, job: Callable[[], T]) -> Future[T]:
         """Queue a job; see the module's docstring. The loop awaits it by `asyncio.wrap_future`."""

@@ -35,20 +35,24 @@ class StepInput:
         every_row = np.arange(num_tokens + 1)
         return np.array_equal(self.batch.query_starts, every_row) and np.array_equal(self.logit_rows, every_row[:-1])
 
-    def arrays(self) -> list[npt.NDArray[Any]]:
-        """Return a decode step's values; its block tables' width is rounded to powers of two: few shapes occur."""
+    def arrays(self, *, is_decode: bool) -> list[npt.NDArray[Any]]:
+        """Return the step's values; its block tables' width is rounded to powers of two: few shapes occur."""
         tables = self.batch.block_tables
         missing = max(_LEAST_WIDTH, 1 << (tables.shape[1] - 1).bit_length()) - tables.shape[1]
         padded = np.pad(tables, ((0, 0), (0, missing))) if missing else tables
-        return [self.token_ids, self.positions, self.slot_mapping, padded, self.batch.context_lens]
+        values: list[npt.NDArray[Any]] = [self.token_ids, self.positions, self.slot_mapping]
+        values += [padded, self.batch.context_lens]
+        return values if is_decode else [*values, self.batch.query_starts, self.logit_rows]
 
     @classmethod
     def of_arrays(cls, arrays: Sequence[npt.NDArray[Any]]) -> StepInput:
-        """Return the decode step that `arrays` describe."""
-        token_ids, positions, slot_mapping, tables, context_lens = arrays
+        """Return the step that `arrays` describe."""
+        token_ids, positions, slot_mapping, tables, context_lens, *others = arrays
         rows = np.arange(len(token_ids) + 1, dtype=np.int32)
-        batch = AttentionBatch(tables, context_lens, rows)
-        return cls(token_ids, positions, slot_mapping, batch, (), rows[:-1])
+        query_starts, logit_rows = others or (rows, rows[:-1])
+        return cls(
+            token_ids, positions, slot_mapping, AttentionBatch(tables, context_lens, query_starts), (), logit_rows
+        )
 
 
 class Decoder:
@@ -65,22 +69,25 @@ class Decoder:
         """Write the step's keys and values into the pool and return logits [R, vocab_size] float32."""
         if len(step.copies):
             self._ops.copy_blocks(step.copies)
-        if not step.is_decode:
-            return self._logits(self._hidden(step), len(step.logit_rows))
-        return self._ops.repeat((self, "decode"), step.arrays(), self._decode, self._project_to_logits, _PADDING)
+        if step.is_decode:
+            arrays = step.arrays(is_decode=True)
+            return self._ops.repeat((self, "decode"), arrays, self._decode, self._logits, _PADDING)
+        if self._ops.repeats_prompts:
+            return self._ops.repeat((self, "prompts"), step.arrays(is_decode=False), self._read_prompts, self._logits)
+        return self._logits(self._hidden(step, is_decode=False))
 
     def _decode(self, arrays: Sequence[npt.NDArray[Any]]) -> Tensor:
-        return self._hidden(StepInput.of_arrays(arrays))
+        return self._hidden(StepInput.of_arrays(arrays), is_decode=True)
 
-    def _project_to_logits(self, hidden: Tensor) -> Tensor:
+    def _read_prompts(self, arrays: Sequence[npt.NDArray[Any]]) -> Tensor:
+        return self._hidden(StepInput.of_arrays(arrays), is_decode=False)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        if hidden is None:
+            return self._ops.from_host(np.empty((0, self.config.vocab_size), np.float32))
         return self._ops.linear(hidden, self._weights.head)
 
-    def _logits(self, hidden: Tensor, num_rows: int) -> Tensor:
-        if not num_rows:
-            return self._ops.from_host(np.empty((0, self.config.vocab_size), np.float32))
-        return self._project_to_logits(hidden)
-
-    def _hidden(self, step: StepInput) -> Tensor:
+    def _hidden(self, step: StepInput, *, is_decode: bool) -> Tensor:
         """Write the step's keys and values; return the normalised last states of the rows asked for, None if none."""
         ops = self._ops
         x = ops.embedding(self._weights.embedding, step.token_ids)
@@ -88,7 +95,7 @@ class Decoder:
         following = [layer.attention_norm for layer in self._weights.layers[1:]] + [self._weights.norm]
         for layer, (weights, next_norm) in enumerate(zip(self._weights.layers, following, strict=True)):
             attended = self._attend(layer, weights, normed, step)
-            if layer == len(self._weights.layers) - 1 and not step.is_decode:  # only the rows asked for matter now
+            if layer == len(self._weights.layers) - 1 and not is_decode:  # only the rows asked for matter now
                 if not len(step.logit_rows):
                     return None
                 x, attended = ops.take_rows(x, step.logit_rows), ops.take_rows(attended, step.logit_rows)

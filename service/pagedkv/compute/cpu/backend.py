@@ -32,6 +32,7 @@ class CpuBackend(CpuKvOps, CpuDenseOps):
     """
 
     name = "cpu"
+    repeats_prompts = True
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ from pagedkv.compute.cpu.dense_runtime import SERIAL_ELEMENTS
 from pagedkv.compute.cpu.features import Isa
 from pagedkv.compute.cpu.threads import Recording, WorkerPool, address_of
 
-_ROW_KERNELS: Final = ("rms_norm", "add_rms_norm", "silu_mul", "rope", "add_bias")
+_ROW_KERNELS: Final = ("rms_norm", "add_rms_norm", "silu_mul", "rope", "add_bias", "take_rows")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +108,19 @@ class CpuDenseOps(CpuLinearOps):
         self._run("rope", args, parallel=x.size >= SERIAL_ELEMENTS)
 
     def take_rows(self, x: Float32Array, rows: Int32Array) -> Float32Array:
-        """See DenseOps.take_rows."""
-        self._not_recorded()
-        return x[rows]
+        """See DenseOps.take_rows; IndexError for a row outside x, in a repetition too."""
+        if x.shape[-1] % self._isa.width or rows.dtype != np.int32 or not x.flags.c_contiguous:
+            self._not_recorded()
+            return x[rows]
+        check = partial(_check_rows, rows, len(x))
+        check()
+        if (recording := self._workers.recording) is not None:
+            recording.before_replay(check)
+        out = self._take((len(rows), x.shape[-1]))
+        args = _row_args(x, rows, out)
+        args[1] = len(rows)
+        self._workers.run(self._dense_kernel("take_rows"), args, (rows,), parallel=out.size >= SERIAL_ELEMENTS)
+        return out
 
     def split(self, x: Float32Array, sizes: Sequence[int]) -> list[Float32Array]:
         """See DenseOps.split."""
@@ -138,6 +148,11 @@ class CpuDenseOps(CpuLinearOps):
         if recording is not None:
             recording.before_replay(turn)
         return cosines, sines
+
+
+def _check_rows(rows: Int32Array, num_rows: int) -> None:
+    if rows.size and not 0 <= rows.min() <= rows.max() < num_rows:
+        raise IndexError(f"rows must be in [0, {num_rows}), got {rows.min()} to {rows.max()}")
 
 
 def _row_args(

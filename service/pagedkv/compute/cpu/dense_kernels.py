@@ -241,6 +241,22 @@ def make_silu_mul_kernel(width: int) -> KernelBody:
     return silu_mul
 
 
+def make_take_rows_kernel(width: int) -> KernelBody:
+    """Return the kernel out[item] = x[second[item]] over rows; `second` is int32."""
+
+    def take_rows(args: int, thread: int) -> None:
+        size = load_i64(args + WIDTH)
+        item = claim(args)
+        while item >= 0:
+            row = load_i32(load_i64(args + SECOND) + 4 * item)
+            x, out = load_i64(args + X) + 4 * size * row, load_i64(args + OUT) + 4 * size * item
+            for lane in range(0, size, width):
+                store(out + 4 * lane, load(x + 4 * lane, width))
+            item = claim(args)
+
+    return take_rows
+
+
 # Argument words of `rope`; an item is a token.
 COSINES: Final = 24  # float32 [num_tokens, num_pairs]
 SINES: Final = 32

@@ -39,6 +39,7 @@ _MATRIX_KERNELS: Final[dict[str, Callable[..., dense_kernels.KernelBody]]] = {
 _ROW_KERNELS: Final[dict[str, Callable[[int], dense_kernels.KernelBody]]] = {
     "silu_mul": dense_kernels.make_silu_mul_kernel,
     "add_bias": dense_kernels.make_add_bias_kernel,
+    "take_rows": dense_kernels.make_take_rows_kernel,
 }
 
 

@@ -1,7 +1,7 @@
 """Steps that are recorded once and repeated: every launch of a step of one shape, run by a single call.
 
-A decode step makes hundreds of launches whose addresses and sizes depend on the number of its tokens alone. Repeating
-their record costs no Python between them, and leaves the interpreter to other threads meanwhile.
+A decoder's step makes hundreds of launches whose addresses and sizes depend on the shapes of its inputs alone.
+Repeating their record costs no Python between them, and leaves the interpreter to other threads meanwhile.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _MOST_PROGRAMS: Final = 32  # the longest unused one goes
 
 
 class StepRecording:
-    """Implements threads.Recording."""
+    """Implements threads.Recording. Records share `buffers`, for nothing there outlives a step but its result."""
 
-    def __init__(self) -> None:
+    def __init__(self, buffers: BufferPool) -> None:
         self.launches: list[tuple[Kernel, npt.NDArray[np.int64], int]] = []
         self.refreshers: list[Callable[[], None]] = []
         self.is_complete = True
         self._holds: list[Any] = []
-        self._buffers = BufferPool(kept_bytes=sys.maxsize)
+        self._buffers = buffers
 
     def note(self, kernel: Kernel, args: npt.NDArray[np.int64], holds: Sequence[Any], how: int) -> None:
         """See threads.Recording."""
@@ -73,6 +73,7 @@ class Programs:
     def __init__(self, workers: WorkerPool) -> None:
         self._workers = workers
         self._programs: OrderedDict[Hashable, _Program | None] = OrderedDict()  # None: cannot be repeated
+        self._buffers = BufferPool(kept_bytes=sys.maxsize)
 
     def run(self, shape: Hashable, inputs: Inputs, body: Body) -> Any:
         """Return body(inputs), by repeating its record if there is one. The result is valid until the next call."""
@@ -88,7 +89,7 @@ class Programs:
         return program.result
 
     def _record(self, key: Hashable, inputs: Inputs, body: Body) -> Any:
-        recording, copies = StepRecording(), [np.array(array) for array in inputs]
+        recording, copies = StepRecording(self._buffers), [np.array(array) for array in inputs]
         with self._workers.record(recording):
             result = body(copies)
         if len(self._programs) >= _MOST_PROGRAMS:

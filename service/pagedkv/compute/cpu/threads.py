@@ -229,7 +229,7 @@ class Recording(Protocol):
         """Remember a launch; `holds` are arrays that `args` name and that nobody else keeps."""
 
     def take(self, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
-        """Return memory that lives as long as the record and that no launch but the record's ones writes."""
+        """Return memory that lives as long as the record; other records use it too, but for the record's result."""
 
     def before_replay(self, refresh: Callable[[], None]) -> None:
         """Have `refresh` bring what depends on the inputs up to date before each repetition."""

@@ -35,6 +35,7 @@ class CudaBackend(CudaDenseOps):
     """
 
     name = "cuda"
+    repeats_prompts = False
 
     def __init__(
         self,
