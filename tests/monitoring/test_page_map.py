@@ -64,18 +64,44 @@ class Page:
     def run(self, script, *arguments):
         return self.browser.execute_script(script, *arguments)
 
-    def wait(self, script, what, *arguments, seconds=15):
+    def wait(self, script, what, *arguments, seconds=60):
         until = time.monotonic() + seconds
         while not (found := self.run(script, *arguments)):
             assert time.monotonic() < until, f"no {what}"
             time.sleep(0.05)
         return found
 
+    def pixel(self, block):
+        """Return red, green and blue of a block's cell, beside whatever sign is in its middle."""
+        return self.run(
+            "const c = document.getElementById('map'), s = pagemap.cell(), n = Math.round(c.width / s);"
+            "return [...c.getContext('2d').getImageData((arguments[0] % n + .2) * s,"
+            " (Math.floor(arguments[0] / n) + .2) * s, 1, 1).data].slice(0, 3)",
+            block,
+        )
+
+    def choose(self, sequence_id):
+        """Click a sequence in the list, as soon as it is there."""
+        button = "[...document.querySelectorAll('#sequences button')].find(b => b.title === arguments[0])"
+        self.wait(f"const found = {button}; found?.click(); return found", "sequence in the list", sequence_id)
+
+    def settle(self):
+        """Wait until the map is drawn and nothing flashes in it any more."""
+        self.wait("return pagemap.settled()", "quiet map")
+
+    def colour_of(self, selector):
+        text = self.run("return getComputedStyle(document.querySelector(arguments[0])).backgroundColor", selector)
+        return [int(part) for part in text[text.index("(") + 1 : -1].split(",")[:3]]
+
     def click(self, selector):
         self.run("document.querySelector(arguments[0]).click()", selector)
 
     def text(self, selector):
         return self.run("return document.querySelector(arguments[0]).textContent", selector)
+
+
+def contrast(one, other):
+    return sum(abs(a - b) for a, b in zip(one, other, strict=True))
 
 
 @pytest.fixture
@@ -120,7 +146,7 @@ def test_page_updates_while_tokens_stream(page, client):
     thread.start()
     try:
         seen, blocks = set(), set()
-        until = time.monotonic() + 20
+        until = time.monotonic() + 60
         while len(seen) < 4 and time.monotonic() < until:
             tokens = page.run("return pagemap.sequences().filter(id => id.startsWith('~gen')).map(pagemap.tokens)")
             if tokens:
@@ -171,14 +197,9 @@ def test_choosing_a_sequence_shows_its_table_and_its_end(page, client, held):
 
 def test_filter_lists_matching_sequences_only_and_dims_the_rest(page, client, held):
     page.wait("return document.querySelectorAll('#sequences button').length === 2", "list")
-    pixel = (
-        "const c = document.getElementById('map'), s = pagemap.cell();"
-        "return [...c.getContext('2d').getImageData((arguments[0] % Math.round(c.width / s) + .2) * s,"
-        " (Math.floor(arguments[0] / Math.round(c.width / s)) + .2) * s, 1, 1).data].slice(0, 3)"
-    )
     block = page.run("return pagemap.table('held')[0]")
-    time.sleep(1)  # the flash of the change is over
-    plain = page.run(pixel, block)
+    page.settle()
+    plain = page.pixel(block)
     field = page.browser.find_element("id", "filter")
     field.send_keys("FORK")
     page.wait("return document.querySelectorAll('#sequences button').length === 1", "shorter list")
@@ -186,8 +207,36 @@ def test_filter_lists_matching_sequences_only_and_dims_the_rest(page, client, he
     field.clear()
     field.send_keys("nobody")
     page.wait("return document.querySelectorAll('#sequences button').length === 0", "empty list")
-    time.sleep(0.2)
-    assert page.run(pixel, block) != plain
+    page.settle()
+    assert page.pixel(block) != plain
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_free_cells_stay_visible_beside_a_chosen_sequence(browser, service, client, held, theme):
+    client.allocate("spare")
+    client.append("spare", *keys_and_values(40))
+    block = client.sequence("spare").block_table[0]
+    client.free("spare")
+    page = Page(browser, service.metrics_url + "/").open(theme=theme)
+    page.choose("held")
+    page.settle()
+    assert page.run("return pagemap.state(arguments[0])", block) == "free"
+    assert contrast(page.pixel(block), page.colour_of("#viewport")) >= 24
+    chosen = page.run("return pagemap.table('held')[0]")
+    assert contrast(page.pixel(chosen), page.pixel(block)) >= 150
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_mark_of_a_chosen_sequence_is_seen_in_the_list(browser, service, held, theme):
+    """Whatever colour the sequence has: one of them is nearly that of the chosen row."""
+    page = Page(browser, service.metrics_url + "/").open(theme=theme)
+    page.choose("held")
+    mark = "#sequences button[aria-pressed=true] .swatch"
+    page.wait("return document.querySelector(arguments[0])", "chosen row", mark)
+    ring = page.run("return getComputedStyle(document.querySelector(arguments[0])).outlineColor", mark)
+    ring = [int(part) for part in ring[ring.index("(") + 1 : -1].split(",")[:3]]
+    assert page.run("return getComputedStyle(document.querySelector(arguments[0])).outlineStyle", mark) == "solid"
+    assert contrast(ring, page.colour_of("#sequences button[aria-pressed=true]")) >= 150
 
 
 def test_map_is_walked_by_keyboard_and_says_what_is_there(page, client, held):
@@ -235,10 +284,7 @@ def test_page_fits_its_width_in_both_themes(browser, service, held, width, heigh
     with MixedLoad(service.address):
         time.sleep(1.5)
         if width > 1000:
-            page.run(
-                "[...document.querySelectorAll('#sequences button')].find(b => b.textContent.includes('held'))?.click()"
-            )
-            time.sleep(0.3)
+            page.choose("held")
         ARTIFACTS.mkdir(exist_ok=True)
         page.browser.save_screenshot(str(ARTIFACTS / f"page-map-{width}-{theme}.png"))
         assert page.run("return document.documentElement.scrollWidth") <= width
