@@ -107,6 +107,22 @@ def test_top_draws_the_pool_its_figures_and_the_longest_sequences(width):
     assert "shared 5" in text
 
 
+@pytest.mark.parametrize("width", [50, 80, 140])
+def test_top_of_a_narrow_terminal_leaves_no_figure_out(width):
+    cache, metrics = make_metrics(num_blocks=640)
+    run_prompt(cache, "a", list(range(400)))
+    view = PoolView()
+    view.apply(metrics.frames.snapshot())
+    text = drawn(view, width)
+    assert max(map(len, text.splitlines())) <= width
+    words = " ".join(text.split())
+    for state in ("free 590", "cached 0", "private 50", "shared 0", "pinned 0", "in flight 0"):
+        assert state in words
+    contiguous = view.figures["contiguous"]
+    for name, use in (("held", "paged"), ("max", "max"), ("pow2", "pow2"), ("exact", "oracle")):
+        assert f"{name} {size_text(contiguous[use])}" in words
+
+
 def test_top_says_what_is_swapped_out_and_how_full_the_host_pool_is():
     cache, metrics = make_metrics()
     run_prompt(cache, "long", list(range(40)))

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any, Final
 
+from rich.columns import Columns
 from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
@@ -101,8 +102,10 @@ def render(view: PoolView, width: int) -> RenderableType:
         f"pagedkv · {pool['backend']} · {pool['num_blocks']} blocks of {pool['block_size']} tokens ({pool['dtype']})"
     )
     return Group(
-        Panel(_map(view, max(20, width - 4)), title=title, subtitle=_legend(view.figures), border_style="bright_black"),
+        Panel(_map(view, max(20, width - 4)), title=title, border_style="bright_black"),
+        _legend(view.figures),
         _figures(view),
+        _memory(view.figures),
         _sequences(view, width),
     )
 
@@ -122,17 +125,19 @@ def _map(view: PoolView, width: int) -> Text:
     return text
 
 
-def _legend(figures: Frame) -> Text:
-    text = Text()
-    for (state, count), (glyph, style) in zip(figures["blocks"].items(), _GLYPHS, strict=True):
-        text.append(f" {glyph} ", style).append(f"{state} {count} ")
-    return text
+def _legend(figures: Frame) -> Columns:
+    return Columns(
+        [
+            Text.assemble((glyph, style), f" {state.replace('_', ' ')} {count}")
+            for (state, count), (glyph, style) in zip(figures["blocks"].items(), _GLYPHS, strict=True)
+        ],
+        padding=(0, 2),
+    )
 
 
 def _figures(view: PoolView) -> Table:
     figures = view.figures
     hit_rate = figures["hit_tokens"] / figures["queried_tokens"] if figures["queried_tokens"] else 0.0
-    contiguous = figures["contiguous"]
     table = Table.grid(padding=(0, 3), expand=True)
     for _ in range(3):
         table.add_column()
@@ -156,11 +161,25 @@ def _figures(view: PoolView) -> Table:
         )
     table.add_row(
         f"running {figures['running']}, waiting {figures['waiting']}",
-        f"held {size_text(contiguous['paged'])}; contiguous: max {size_text(contiguous['max'])}, "
-        f"pow2 {size_text(contiguous['pow2'])}, exact {size_text(contiguous['oracle'])}",
+        f"generated {figures['generated_tokens']}",
         f"{view.rates[-1] if view.rates else 0:.0f} tokens/s {_sparkline(view.rates)}",
     )
     return table
+
+
+def _memory(figures: Frame) -> Columns:
+    """What is held, and what the same sequences would take in contiguous memory."""
+    sizes = {name: size_text(size) for name, size in figures["contiguous"].items()}
+    return Columns(
+        [
+            Text(f"held {sizes['paged']}"),
+            Text("in contiguous memory:", "bright_black"),
+            Text(f"max {sizes['max']}"),
+            Text(f"pow2 {sizes['pow2']}"),
+            Text(f"exact {sizes['oracle']}"),
+        ],
+        padding=(0, 2),
+    )
 
 
 def _sequences(view: PoolView, width: int) -> Table:
