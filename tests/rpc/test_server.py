@@ -19,6 +19,7 @@ from helpers.wire import assert_attention, make_queries, make_rows
 from pagedkv import errors
 from pagedkv.client import AsyncClient
 from pagedkv.client.asynchronous import make_attend_request
+from pagedkv.rpc.health import HealthService
 from pagedkv.rpc.server import Server, ServerConfig, _channel_options
 from pagedkv.v1 import kv_cache_pb2, kv_cache_pb2_grpc
 
@@ -195,6 +196,34 @@ async def test_drain_lets_a_running_stream_end_and_reports_not_serving():
             await asyncio.wait_for(stopping, PATIENCE)
         assert [token_id for chunk in chunks for token_id in chunk.token_ids] == expected_tokens(prompt, 100)
         assert chunks[-1].finish_reason == "length"
+
+
+@pytest.mark.parametrize("service", ["", "pagedkv.v1.KvCache", "pagedkv.v1.Generation", "unheard.of"])
+async def test_stop_tells_health_watches_and_waits_for_none_of_them(service):
+    """A grace far beyond the test's patience: who waits it out for an open watch fails."""
+    async with running() as (served, _), grpc.aio.insecure_channel(served.address) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=service))
+        told = aiter(watch)
+        first = (await anext(told)).status
+        await asyncio.wait_for(served.server.stop(10 * PATIENCE), PATIENCE)
+        rest = [response.status async for response in told]
+        assert await watch.code() is grpc.StatusCode.OK
+        is_served = service in ("", "pagedkv.v1.KvCache")
+        assert first == (SERVING if is_served else health_pb2.HealthCheckResponse.SERVICE_UNKNOWN)
+        assert rest == ([NOT_SERVING] if is_served else [])
+
+
+async def test_health_watch_hears_of_every_change_and_check_knows_no_other_service():
+    health, heard = HealthService(), []
+    watch = health.Watch(health_pb2.HealthCheckRequest(service="a"), None)
+    heard.append((await anext(watch)).status)
+    for status in (SERVING, NOT_SERVING, SERVING):
+        health.set("a", status)
+        heard.append((await anext(watch)).status)
+    health.stop()
+    health.set("a", SERVING)
+    heard += [response.status async for response in watch]
+    assert heard == [health_pb2.HealthCheckResponse.SERVICE_UNKNOWN, SERVING, NOT_SERVING, SERVING, NOT_SERVING]
 
 
 @on_each_backend

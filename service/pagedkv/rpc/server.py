@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import ipaddress
 from dataclasses import dataclass
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
 from pagedkv.cache import CacheManager
@@ -17,6 +15,7 @@ from pagedkv.config import require
 from pagedkv.engine import Engine
 from pagedkv.errors import DeviceError, InvalidArgument
 from pagedkv.rpc.generation import GenerationService, NoModelService
+from pagedkv.rpc.health import HealthService
 from pagedkv.rpc.interceptors import ErrorInterceptor, NullRpcObserver, RpcObserver
 from pagedkv.rpc.kv_cache import KvCacheService
 from pagedkv.v1 import generation_pb2, generation_pb2_grpc, kv_cache_pb2, kv_cache_pb2_grpc
@@ -67,7 +66,7 @@ class Server:
             interceptors=[ErrorInterceptor(observer, config.max_streams)],
             options=_channel_options(config),
         )
-        self._health = health_aio.HealthServicer()
+        self._health = HealthService()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._engine = engine
         self._kv_cache = KvCacheService(cache, backend, self._note_device_failure, observer)
@@ -97,11 +96,11 @@ class Server:
         except RuntimeError as error:
             raise InvalidArgument(f"cannot listen on {host}:{self._config.port}: in use?", field="port") from error
         await self._server.start()
-        await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        self._set_health(health_pb2.HealthCheckResponse.SERVING)
 
     async def stop(self, grace_seconds: float) -> None:
-        """Report NOT_SERVING, refuse new calls, give running ones `grace_seconds`, cancel the rest."""
-        await self._health.enter_graceful_shutdown()
+        """Report NOT_SERVING and end the watches, refuse new calls, give running ones the grace, cancel the rest."""
+        self._health.stop()
         await self._server.stop(grace_seconds)
 
     def _note_device_failure(self, error: DeviceError) -> None:
@@ -112,11 +111,11 @@ class Server:
         self._kv_cache.fail(error)
         if self._engine is not None:
             self._engine.fail(error)
-        self._failure_task = asyncio.ensure_future(self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING))
+        self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
 
-    async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
+    def _set_health(self, status: int) -> None:
         for service in ("", *self._served):
-            await self._health.set(service, status)
+            self._health.set(service, status)
 
 
 def _is_loopback(host: str) -> bool:
