@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 from compute_dense.weights import make_weight
+from pagedkv.compute.backend import WeightData
 from pagedkv.compute.cpu.dense import CpuDenseOps
 from pagedkv.compute.cpu.dense_int16 import is_int16_usable
 from pagedkv.compute.cpu.features import choose_isa
+from pagedkv.config import ACTIVATIONS
 from pagedkv.errors import InvalidArgument
 
 KINDS = ("Q4_0", "Q4_1", "Q8_0")
@@ -95,6 +97,41 @@ def test_int16_linear_of_a_value_that_is_not_finite_gives_nan_in_its_row_alone(o
 @pytest.mark.parametrize("kind", KINDS)
 def test_int16_linear_of_zeros_is_zero(ops, kind):
     assert not ops.linear(np.zeros((2, 64), np.float32), ops.load_weight(make_weight(kind, 16, 64)[0])).any()
+
+
+def load_norm(ops: CpuDenseOps, size: int):
+    values = np.random.default_rng(7).standard_normal(size).astype(np.float32)
+    return ops.load_weight(WeightData("F32", values.shape, values.view(np.uint8)))
+
+
+@pytest.mark.parametrize("isa_name", [None, "avx2", "portable"])
+@pytest.mark.parametrize("activations", ACTIVATIONS)
+@pytest.mark.parametrize("kinds", [("Q4_1",), ("Q8_0", "Q4_0"), ("Q4_1", "F16"), ()])
+def test_row_operations_with_readers_give_them_what_they_read_of_float32(make_ops, isa_name, activations, kinds):
+    """Bit by bit, on every path: also where some of the readers, or none, take rounded rows."""
+    ops = make_ops(isa_name, activations=activations)
+    readers = [ops.load_weight(make_weight(kind, 48, 576)[0]) for kind in kinds]
+    for num_rows in (1, 5, 70):
+        x, y = make_rows(num_rows, 576), make_rows(num_rows, 576, seed=2)
+        norm, total = load_norm(ops, 576), x + y
+        pairs = [
+            (ops.rms_norm(x, norm, 1e-5, readers), ops.rms_norm(x, norm, 1e-5)),
+            (ops.silu_mul(x, y, readers), ops.silu_mul(x, y)),
+            (ops.add_rms_norm(x, y, norm, 1e-5, readers), ops.rms_norm(total, norm, 1e-5)),
+        ]
+        np.testing.assert_array_equal(x, total)
+        for result, plain in pairs:
+            assert result.shape == plain.shape
+            for got, expected in zip(ops.linear_many(result, readers), ops.linear_many(plain, readers), strict=True):
+                np.testing.assert_array_equal(got, expected)
+
+
+@needs_vnni
+def test_rows_rounded_for_integer_weights_are_refused_by_others(ops):
+    x = make_rows(3, 64)
+    rounded = ops.silu_mul(x, x, [ops.load_weight(make_weight("Q4_1", 32, 64)[0])])
+    with pytest.raises(ValueError, match="rounded"):
+        ops.linear(rounded, ops.load_weight(make_weight("F16", 32, 64)[0]))
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "Q6_K"])

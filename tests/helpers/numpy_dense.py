@@ -86,18 +86,18 @@ class NumpyBackend:
     ) -> list[np.ndarray]:
         return [self.linear(x, *pair) for pair in zip(weights, biases or [None] * len(weights), strict=True)]
 
-    def add_rms_norm(self, x: np.ndarray, y: np.ndarray, weight: np.ndarray, epsilon: float) -> np.ndarray:
+    def add_rms_norm(self, x: Any, y: Any, weight: Any, epsilon: float, readers: Sequence[Any] = ()) -> np.ndarray:
         x += y
         return self.rms_norm(x, weight, epsilon)
 
-    def rms_norm(self, x: np.ndarray, weight: np.ndarray, epsilon: float) -> np.ndarray:
+    def rms_norm(self, x: Any, weight: Any, epsilon: float, readers: Sequence[Any] = ()) -> np.ndarray:
         return x / np.sqrt((x * x).mean(-1, keepdims=True) + self._dtype(epsilon)) * weight
 
     def add(self, x: np.ndarray, y: np.ndarray) -> np.ndarray:
         x += y
         return x
 
-    def silu_mul(self, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+    def silu_mul(self, gate: np.ndarray, up: np.ndarray, readers: Sequence[Any] = ()) -> np.ndarray:
         return gate / (1 + np.exp(-gate)) * up
 
     def rope(self, x: np.ndarray, positions: np.ndarray, rotation: Rotation) -> None:

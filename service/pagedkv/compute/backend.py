@@ -139,7 +139,11 @@ class KvOps(Protocol):
 
 
 class DenseOps(Protocol):
-    """What a decoder needs besides the cache. Activations are float32 [num_tokens, features]."""
+    """What a decoder needs besides the cache. Activations are float32 [num_tokens, features].
+
+    `readers` are the weights of the linear layers that alone will read a result: it may come in the form that these
+    layers read, which nothing but `linear` and `linear_many` with these weights takes.
+    """
 
     def load_weight(self, weight: WeightData) -> Tensor:
         """Make a weight usable by the operations below; keeps the file's own representation where it can."""
@@ -150,7 +154,7 @@ class DenseOps(Protocol):
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return x @ weight.T (+ bias) [num_tokens, out_features], accumulated in float32."""
 
-    def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float, readers: Sequence[Tensor] = ()) -> Tensor:
         """Return x / sqrt(mean(x**2) + epsilon) * weight over the last axis (any leading axes)."""
 
     def linear_many(
@@ -158,13 +162,15 @@ class DenseOps(Protocol):
     ) -> list[Tensor]:
         """Return `linear(x, weight, bias)` for each weight: products that share their input."""
 
-    def add_rms_norm(self, x: Tensor, y: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    def add_rms_norm(
+        self, x: Tensor, y: Tensor, weight: Tensor, epsilon: float, readers: Sequence[Tensor] = ()
+    ) -> Tensor:
         """Return rms_norm(x + y); x [num_tokens, features] becomes x + y in place."""
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         """Return x + y, updating x in place and returning it."""
 
-    def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
+    def silu_mul(self, gate: Tensor, up: Tensor, readers: Sequence[Tensor] = ()) -> Tensor:
         """Return silu(gate) * up."""
 
     def rope(self, x: Tensor, positions: Int32Array, rotation: Rotation) -> None:

@@ -91,17 +91,20 @@ class Decoder:
         """Write the step's keys and values; return the normalised last states of the rows asked for, None if none."""
         ops = self._ops
         x = ops.embedding(self._weights.embedding, step.token_ids)
-        normed = ops.rms_norm(x, self._weights.layers[0].attention_norm, self.config.rms_epsilon)
-        following = [layer.attention_norm for layer in self._weights.layers[1:]] + [self._weights.norm]
-        for layer, (weights, next_norm) in enumerate(zip(self._weights.layers, following, strict=True)):
+        layers, epsilon = self._weights.layers, self.config.rms_epsilon
+        normed = ops.rms_norm(x, layers[0].attention_norm, epsilon, _attention_weights(layers[0]))
+        following = [(layer.attention_norm, _attention_weights(layer)) for layer in layers[1:]]
+        following.append((self._weights.norm, [self._weights.head]))
+        for layer, (weights, (next_norm, next_weights)) in enumerate(zip(layers, following, strict=True)):
             attended = self._attend(layer, weights, normed, step)
-            if layer == len(self._weights.layers) - 1 and not is_decode:  # only the rows asked for matter now
+            if layer == len(layers) - 1 and not is_decode:  # only the rows asked for matter now
                 if not len(step.logit_rows):
                     return None
                 x, attended = ops.take_rows(x, step.logit_rows), ops.take_rows(attended, step.logit_rows)
             attended = self._project(attended, weights.o)
-            normed = ops.add_rms_norm(x, attended, weights.mlp_norm, self.config.rms_epsilon)
-            normed = ops.add_rms_norm(x, self._mlp(weights, normed), next_norm, self.config.rms_epsilon)
+            mlp_weights = [weights.gate.weight, weights.up.weight]
+            normed = ops.add_rms_norm(x, attended, weights.mlp_norm, epsilon, mlp_weights)
+            normed = ops.add_rms_norm(x, self._mlp(weights, normed), next_norm, epsilon, next_weights)
         return normed
 
     def _attend(self, layer: int, weights: LayerWeights, normed: Tensor, step: StepInput) -> Tensor:
@@ -123,10 +126,14 @@ class Decoder:
 
     def _mlp(self, weights: LayerWeights, normed: Tensor) -> Tensor:
         gate, up = self._project_many(normed, (weights.gate, weights.up))
-        return self._project(self._ops.silu_mul(gate, up), weights.down)
+        return self._project(self._ops.silu_mul(gate, up, [weights.down.weight]), weights.down)
 
     def _project_many(self, x: Tensor, projections: Sequence[Projection]) -> list[Tensor]:
         return self._ops.linear_many(x, [p.weight for p in projections], [p.bias for p in projections])
 
     def _project(self, x: Tensor, projection: Projection) -> Tensor:
         return self._ops.linear(x, projection.weight, projection.bias)
+
+
+def _attention_weights(layer: LayerWeights) -> list[Tensor]:
+    return [layer.q.weight, layer.k.weight, layer.v.weight]

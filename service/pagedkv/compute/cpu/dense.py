@@ -11,12 +11,14 @@ import numpy as np
 import numpy.typing as npt
 
 from pagedkv.compute.backend import Float32Array, Int32Array, Rotation
-from pagedkv.compute.cpu import dense_kernels
+from pagedkv.compute.cpu import dense_rows
 from pagedkv.compute.cpu.compile_cache import Kernel
-from pagedkv.compute.cpu.dense_linear import CpuLinearOps, CpuWeight
+from pagedkv.compute.cpu.dense_linear import CpuLinearOps, CpuWeight, RoundedRows
 from pagedkv.compute.cpu.dense_runtime import SERIAL_ELEMENTS
 from pagedkv.compute.cpu.features import Isa
 from pagedkv.compute.cpu.threads import Recording, WorkerPool, address_of
+
+Activations = Float32Array | RoundedRows
 
 _ROW_KERNELS: Final = ("rms_norm", "add_rms_norm", "silu_mul", "rope", "add_bias", "take_rows")
 
@@ -47,26 +49,24 @@ class CpuDenseOps(CpuLinearOps):
         names = [*_ROW_KERNELS, *self.linear_kernel_names()] if self._kinds else []
         return {name: partial(self._dense_kernel, name) for name in names}
 
-    def add_rms_norm(self, x: Float32Array, y: Float32Array, weight: CpuWeight, epsilon: float) -> Float32Array:
+    def add_rms_norm(
+        self, x: Float32Array, y: Float32Array, weight: CpuWeight, epsilon: float, readers: Sequence[CpuWeight] = ()
+    ) -> Activations:
         """See DenseOps.add_rms_norm."""
         if x.shape[-1] % self._isa.width or not (x.flags.c_contiguous and y.flags.c_contiguous):
-            return self.rms_norm(self.add(x, y), weight, epsilon)
-        out = self._take(x.shape)
-        args = _row_args(x, weight.data, out, epsilon, address_of(y))
-        self._run("add_rms_norm", args, parallel=x.size >= SERIAL_ELEMENTS)
-        return out
+            return self.rms_norm(self.add(x, y), weight, epsilon, readers)
+        return self._row_operation("add_rms_norm", x, weight.data, readers, epsilon, address_of(y))
 
-    def rms_norm(self, x: Float32Array, weight: CpuWeight, epsilon: float) -> Float32Array:
+    def rms_norm(
+        self, x: Float32Array, weight: CpuWeight, epsilon: float, readers: Sequence[CpuWeight] = ()
+    ) -> Activations:
         """See DenseOps.rms_norm."""
         x = self._contiguous(x)
-        out = self._take(x.shape)
         if x.shape[-1] % self._isa.width:
             self._not_recorded()
             scale = 1 / np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True) + epsilon)
             return (x * scale.astype(np.float32)) * weight.data
-        args = _row_args(x, weight.data, out, epsilon)
-        self._run("rms_norm", args, parallel=x.size >= SERIAL_ELEMENTS)
-        return out
+        return self._row_operation("rms_norm", x, weight.data, readers, epsilon)
 
     def add(self, x: Float32Array, y: Float32Array) -> Float32Array:
         """See DenseOps.add."""
@@ -74,16 +74,31 @@ class CpuDenseOps(CpuLinearOps):
         x += y
         return x
 
-    def silu_mul(self, gate: Float32Array, up: Float32Array) -> Float32Array:
+    def silu_mul(self, gate: Float32Array, up: Float32Array, readers: Sequence[CpuWeight] = ()) -> Activations:
         """See DenseOps.silu_mul."""
-        size = gate.shape[-1]
-        if size % self._isa.width:
+        if gate.shape[-1] % self._isa.width:
             self._not_recorded()
             return gate / (1 + np.exp(-gate)) * up
-        gate, up = self._contiguous(gate), self._contiguous(up)
-        out = self._take(gate.shape)
-        self._run("silu_mul", _row_args(gate, up, out), parallel=gate.size >= SERIAL_ELEMENTS)
-        return out
+        return self._row_operation("silu_mul", self._contiguous(gate), self._contiguous(up), readers)
+
+    def _row_operation(
+        self,
+        name: str,
+        x: Float32Array,
+        second: Float32Array,
+        readers: Sequence[CpuWeight],
+        epsilon: float = 0.0,
+        added: int = 0,
+    ) -> Activations:
+        """Run a row kernel and return its result: rounded, if all `readers` read it so."""
+        if not self._are_integer(readers):
+            out = self._take(x.shape)
+            self._run(name, _row_args(x, second, out, epsilon, added), parallel=x.size >= SERIAL_ELEMENTS)
+            return out
+        rounded, scratch = self._take_rounded(x.shape), self._take((self._workers.num_threads, x.shape[-1]))
+        args = _row_args(x, second, rounded.blocks, epsilon, added, address_of(scratch))
+        self._run(f"rounded-{name}", args, parallel=x.size >= SERIAL_ELEMENTS)
+        return rounded
 
     def rope(self, x: Float32Array, positions: Int32Array, rotation: Rotation) -> None:
         """See DenseOps.rope."""
@@ -156,10 +171,10 @@ def _check_rows(rows: Int32Array, num_rows: int) -> None:
 
 
 def _row_args(
-    x: Float32Array, second: npt.NDArray[Any], out: Float32Array, epsilon: float = 0.0, added: int = 0
+    x: Float32Array, second: npt.NDArray[Any], out: Float32Array, epsilon: float = 0.0, added: int = 0, scratch: int = 0
 ) -> npt.NDArray[np.int64]:
     size = x.shape[-1]
-    words = (0, x.size // max(1, size), address_of(x), address_of(second), address_of(out), size, 0, added)
+    words = (0, x.size // max(1, size), address_of(x), address_of(second), address_of(out), size, 0, added, scratch)
     args = np.array(words, np.int64)
-    args.view(np.float64)[dense_kernels.EPSILON // 8] = epsilon
+    args.view(np.float64)[dense_rows.EPSILON // 8] = epsilon
     return args

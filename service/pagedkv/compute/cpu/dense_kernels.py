@@ -1,32 +1,15 @@
-"""The kernels of a decoder's dense arithmetic. Addresses and strides are int64 bytes; all activations are float32."""
+"""The kernels of linear layers and embeddings. Addresses and strides are int64 bytes; all activations are float32."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, Final
 
-import numpy as np
-
 from pagedkv.compute.cpu.attention_steps import Step, compiled
 from pagedkv.compute.cpu.dense_tiles import PANEL_MULTIPLE, make_expand_row, make_tile
 from pagedkv.compute.cpu.quant import KINDS, StorageKind
 from pagedkv.compute.cpu.quant_emit import PLAIN_PART
-from pagedkv.compute.cpu.simd import (
-    add,
-    div,
-    exp2,
-    fma,
-    hsum,
-    load,
-    load_f32,
-    load_f64,
-    load_i32,
-    load_i64,
-    mul,
-    splat,
-    store,
-    store_f32,
-)
+from pagedkv.compute.cpu.simd import load_i32, load_i64
 from pagedkv.compute.cpu.threads import claim
 
 KernelBody = Callable[[Any, Any], Any]
@@ -172,119 +155,3 @@ def make_embed_kernel(width: int, kind: StorageKind) -> KernelBody:
             item = claim(args)
 
     return embed
-
-
-# Argument words of the row kernels below; an item is a row.
-SECOND: Final = 24  # the norm's weight, or `up`
-WIDTH: Final = 40  # elements a row, a multiple of the vector width
-EPSILON: Final = 48  # float64
-ADDED: Final = 56  # of a sum and its norm: what x is increased by
-
-
-def make_rms_norm_kernel(width: int, *, is_sum: bool = False) -> KernelBody:
-    """Return the kernel out = x / sqrt(mean(x**2) + epsilon) * weight over rows; with `is_sum` after x += added."""
-
-    def rms_norm(args: int, thread: int) -> None:
-        size, weight = load_i64(args + WIDTH), load_i64(args + SECOND)
-        item = claim(args)
-        while item >= 0:
-            x, out = load_i64(args + X) + 4 * size * item, load_i64(args + OUT) + 4 * size * item
-            added = load_i64(args + ADDED) + 4 * size * item
-            total = splat(np.float32(0.0), width)
-            for lane in range(0, size, width):
-                value = load(x + 4 * lane, width)
-                if is_sum:
-                    value = add(value, load(added + 4 * lane, width))
-                    store(x + 4 * lane, value)
-                total = fma(value, value, total)
-            mean = np.float64(hsum(total)) / np.float64(size)
-            scale = splat(np.float32(1.0 / np.sqrt(mean + load_f64(args + EPSILON))), width)
-            for lane in range(0, size, width):
-                normed = mul(load(x + 4 * lane, width), scale)
-                store(out + 4 * lane, mul(normed, load(weight + 4 * lane, width)))
-            item = claim(args)
-
-    return rms_norm
-
-
-def make_add_bias_kernel(width: int) -> KernelBody:
-    """Return the kernel x[row] += bias over rows that lie X_BYTES apart."""
-
-    def add_bias(args: int, thread: int) -> None:
-        size, bias = load_i64(args + WIDTH), load_i64(args + SECOND)
-        item = claim(args)
-        while item >= 0:
-            x = load_i64(args + X) + load_i64(args + X_BYTES) * item
-            for lane in range(0, size, width):
-                store(x + 4 * lane, add(load(x + 4 * lane, width), load(bias + 4 * lane, width)))
-            item = claim(args)
-
-    return add_bias
-
-
-def make_silu_mul_kernel(width: int) -> KernelBody:
-    """Return the kernel out = x / (1 + exp(-x)) * up over rows."""
-
-    def silu_mul(args: int, thread: int) -> None:
-        size = load_i64(args + WIDTH)
-        one, minus_log2_e = splat(np.float32(1.0), width), splat(np.float32(-1.4426950408889634), width)
-        item = claim(args)
-        while item >= 0:
-            x, out = load_i64(args + X) + 4 * size * item, load_i64(args + OUT) + 4 * size * item
-            up = load_i64(args + SECOND) + 4 * size * item
-            for lane in range(0, size, width):
-                value = load(x + 4 * lane, width)
-                gated = div(value, add(one, exp2(mul(value, minus_log2_e))))
-                store(out + 4 * lane, mul(gated, load(up + 4 * lane, width)))
-            item = claim(args)
-
-    return silu_mul
-
-
-def make_take_rows_kernel(width: int) -> KernelBody:
-    """Return the kernel out[item] = x[second[item]] over rows; `second` is int32."""
-
-    def take_rows(args: int, thread: int) -> None:
-        size = load_i64(args + WIDTH)
-        item = claim(args)
-        while item >= 0:
-            row = load_i32(load_i64(args + SECOND) + 4 * item)
-            x, out = load_i64(args + X) + 4 * size * row, load_i64(args + OUT) + 4 * size * item
-            for lane in range(0, size, width):
-                store(out + 4 * lane, load(x + 4 * lane, width))
-            item = claim(args)
-
-    return take_rows
-
-
-# Argument words of `rope`; an item is a token.
-COSINES: Final = 24  # float32 [num_tokens, num_pairs]
-SINES: Final = 32
-NUM_HEADS: Final = 40
-HEAD_DIM: Final = 48
-NUM_PAIRS: Final = 56
-NEXT_PAIR: Final = 64  # bytes from one pair's first element to the next one's
-PARTNER: Final = 72  # bytes from a pair's first element to its second
-
-
-def rope_kernel(args: int, thread: int) -> None:
-    """Rotate each pair of x [num_tokens, num_heads, head_dim] in place by its angle."""
-    num_heads, head_bytes, num_pairs = (
-        load_i64(args + NUM_HEADS),
-        4 * load_i64(args + HEAD_DIM),
-        load_i64(args + NUM_PAIRS),
-    )
-    next_pair, partner = load_i64(args + NEXT_PAIR), load_i64(args + PARTNER)
-    item = claim(args)
-    while item >= 0:
-        cosines = load_i64(args + COSINES) + 4 * num_pairs * item
-        sines = load_i64(args + SINES) + 4 * num_pairs * item
-        for head in range(num_heads):
-            place = load_i64(args + X) + (item * num_heads + head) * head_bytes
-            for pair in range(num_pairs):
-                first = place + pair * next_pair
-                a, b = load_f32(first), load_f32(first + partner)
-                cosine, sine = load_f32(cosines + 4 * pair), load_f32(sines + 4 * pair)
-                store_f32(first, a * cosine - b * sine)
-                store_f32(first + partner, a * sine + b * cosine)
-        item = claim(args)

@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from pagedkv.compute.backend import Float32Array, Int32Array, WeightData
-from pagedkv.compute.cpu import dense_int16, dense_int16_tiles, dense_kernels, dense_tiles
+from pagedkv.compute.cpu import dense_int16, dense_int16_tiles, dense_kernels, dense_rows, dense_tiles
 from pagedkv.compute.cpu.compile_cache import Kernel
 from pagedkv.compute.cpu.dense_buffers import CACHE_LINE
-from pagedkv.compute.cpu.dense_runtime import SERIAL_ELEMENTS, DenseRuntime
+from pagedkv.compute.cpu.dense_runtime import ROUNDED_ROWS, SERIAL_ELEMENTS, DenseRuntime
 from pagedkv.compute.cpu.features import Isa
 from pagedkv.compute.cpu.quant import StorageKind, check_weight
 from pagedkv.compute.cpu.threads import WorkerPool, address_of
@@ -41,6 +41,14 @@ class CpuWeight:
         return self.num_inputs, self.kind.row_bytes(self.num_inputs), self.num_inputs // self.kind.multiple
 
 
+@dataclass(frozen=True, slots=True)
+class RoundedRows:
+    """Activations of `shape` as blocks of int16 with their scales: what linear layers over integer weights read."""
+
+    blocks: Float32Array  # memory of that size
+    shape: tuple[int, int]
+
+
 class CpuLinearOps(DenseRuntime):
     """Linear layers whose every dot product is summed in one order: a row never depends on the rows beside it.
 
@@ -57,7 +65,7 @@ class CpuLinearOps(DenseRuntime):
 
     def linear_kernel_names(self) -> list[str]:
         """Return the kernels that the weights loaded so far need."""
-        names = ["quantize"] if self._is_int16 else []
+        names = ["quantize", *(f"rounded-{name}" for name in ROUNDED_ROWS)] if self._is_int16 else []
         for kind in sorted(self._kinds):
             is_integer = self._is_int16 and kind in dense_int16_tiles.INTEGER_KINDS
             names += [f"{what}-{kind}" for what in (("int16",) if is_integer else ("direct", "linear"))]
@@ -94,18 +102,18 @@ class CpuLinearOps(DenseRuntime):
             self._run(f"embed-{table.kind.name}", args, parallel=out.size >= SERIAL_ELEMENTS)
         return out[:, : table.shape[1]]
 
-    def linear(self, x: Float32Array, weight: CpuWeight, bias: CpuWeight | None = None) -> Float32Array:
+    def linear(self, x: Float32Array | RoundedRows, weight: CpuWeight, bias: CpuWeight | None = None) -> Float32Array:
         """See DenseOps.linear."""
         return self.linear_many(x, [weight], [bias])[0]
 
     def linear_many(
         self,
-        x: Float32Array,
+        x: Float32Array | RoundedRows,
         weights: Sequence[CpuWeight],
         biases: Sequence[CpuWeight | None] | None = None,
     ) -> list[Float32Array]:
         """See DenseOps.linear_many: one parallel region."""
-        num_rows = len(x)
+        num_rows = x.shape[0]
         outs = [self._take((num_rows, _round_up(weight.shape[0], _MULTIPLE))) for weight in weights]
         if num_rows:
             self._multiply(x, weights, outs)
@@ -115,16 +123,19 @@ class CpuLinearOps(DenseRuntime):
                 self._add_bias(result, bias)
         return results
 
-    def _multiply(self, x: Float32Array, weights: Sequence[CpuWeight], outs: Sequence[Float32Array]) -> None:
-        is_integer = [self._is_integer(weight) for weight in weights]
-        rounded = self._round(x) if any(is_integer) else None
+    def _multiply(
+        self, x: Float32Array | RoundedRows, weights: Sequence[CpuWeight], outs: Sequence[Float32Array]
+    ) -> None:
+        rounded: RoundedRows | None = None
         launches = []
         for place, (weight, out) in enumerate(zip(weights, outs, strict=True)):
-            launches.append(
-                self._float_launch(x, weight, out, place)
-                if rounded is None or not is_integer[place]
-                else self._integer_launch(rounded, weight, out, place)
-            )
+            if self._is_integer(weight):
+                rounded = rounded or self._rounded(x)
+                launches.append(self._integer_launch(rounded.blocks, weight, out, place))
+            elif isinstance(x, RoundedRows):
+                raise ValueError("rows were rounded for other weights than these")
+            else:
+                launches.append(self._float_launch(x, weight, out, place))
         if len(launches) == 1:
             self._workers.run(*launches[0], tuple(self._panels))
         else:
@@ -150,12 +161,21 @@ class CpuLinearOps(DenseRuntime):
         self._set_panel(place, dense_int16.panel_bytes(weight.num_inputs), args)
         return self._dense_kernel(f"int16-{weight.kind.name}"), args
 
-    def _round(self, x: Float32Array) -> Float32Array:
-        """Return x as rows of int16 blocks, in memory that is taken as float32."""
+    def _rounded(self, x: Float32Array | RoundedRows) -> RoundedRows:
+        if isinstance(x, RoundedRows):
+            return x
         x = self._contiguous(x)
-        rows = self._take((len(x), dense_int16.row_bytes(x.shape[1]) // 4))
-        self._run("quantize", dense_int16.quantize_args(x, rows), parallel=x.size >= SERIAL_ELEMENTS)
-        return rows
+        rounded = self._take_rounded(x.shape)
+        self._run("quantize", dense_int16.quantize_args(x, rounded.blocks), parallel=x.size >= SERIAL_ELEMENTS)
+        return rounded
+
+    def _take_rounded(self, shape: tuple[int, ...]) -> RoundedRows:
+        num_rows, num_inputs = shape
+        return RoundedRows(self._take((num_rows, dense_int16.row_bytes(num_inputs) // 4)), (num_rows, num_inputs))
+
+    def _are_integer(self, readers: Sequence[CpuWeight]) -> bool:
+        """Whether there are readers and all of them multiply rounded rows."""
+        return bool(readers) and all(self._is_integer(weight) for weight in readers)
 
     def _is_integer(self, weight: CpuWeight) -> bool:
         assert weight.kind is not None
@@ -168,8 +188,8 @@ class CpuLinearOps(DenseRuntime):
             return
         args = np.zeros(dense_kernels.NUM_WORDS, np.int64)
         args[1] = len(x)
-        args[dense_kernels.X // 8], args[dense_kernels.SECOND // 8] = address_of(x), address_of(bias.data)
-        args[dense_kernels.WIDTH // 8], args[dense_kernels.X_BYTES // 8] = x.shape[1], x.strides[0]
+        args[dense_kernels.X // 8], args[dense_rows.SECOND // 8] = address_of(x), address_of(bias.data)
+        args[dense_rows.WIDTH // 8], args[dense_kernels.X_BYTES // 8] = x.shape[1], x.strides[0]
         self._run("add_bias", args, parallel=x.size >= SERIAL_ELEMENTS)
 
     def _matrix_args(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -14,11 +15,13 @@ from pagedkv.compute.cpu import (
     dense_int16,
     dense_int16_tiles,
     dense_kernels,
+    dense_rows,
     dense_tiles,
     quant,
     quant_emit,
     threads,
 )
+from pagedkv.compute.cpu.attention_steps import Step
 from pagedkv.compute.cpu.compile_cache import Kernel, compile_kernel
 from pagedkv.compute.cpu.dense_buffers import BufferPool
 from pagedkv.compute.cpu.features import Isa
@@ -27,7 +30,8 @@ from pagedkv.compute.cpu.threads import WorkerPool
 SERIAL_ELEMENTS: Final = 1 << 14  # smaller row operations end before another thread wakes
 
 _SOURCES: Final = tuple(
-    str(module.__file__) for module in (attention_steps, dense_kernels, dense_tiles, quant, quant_emit, threads)
+    str(module.__file__)
+    for module in (attention_steps, dense_kernels, dense_rows, dense_tiles, quant, quant_emit, threads)
 )
 _INT16_SOURCES: Final = (*_SOURCES, str(dense_int16.__file__), str(dense_int16_tiles.__file__))
 _MATRIX_KERNELS: Final[dict[str, Callable[..., dense_kernels.KernelBody]]] = {
@@ -36,11 +40,13 @@ _MATRIX_KERNELS: Final[dict[str, Callable[..., dense_kernels.KernelBody]]] = {
     "embed": dense_kernels.make_embed_kernel,
 }
 
-_ROW_KERNELS: Final[dict[str, Callable[[int], dense_kernels.KernelBody]]] = {
-    "silu_mul": dense_kernels.make_silu_mul_kernel,
-    "add_bias": dense_kernels.make_add_bias_kernel,
-    "take_rows": dense_kernels.make_take_rows_kernel,
+_ROWS: Final[dict[str, Callable[[int], Step]]] = {
+    "rms_norm": dense_rows.make_rms_norm_row,
+    "add_rms_norm": partial(dense_rows.make_rms_norm_row, is_sum=True),
+    "silu_mul": dense_rows.make_silu_mul_row,
+    "take_rows": dense_rows.make_take_rows_row,
 }
+ROUNDED_ROWS: Final = ("rms_norm", "add_rms_norm", "silu_mul")  # kernels "rounded-..." write what int16 layers read
 
 
 class DenseRuntime:
@@ -55,7 +61,7 @@ class DenseRuntime:
     def _dense_kernel(self, name: str) -> Kernel:
         kernel = self._dense_kernels.get(name)
         if kernel is None:
-            sources = _INT16_SOURCES if name.startswith(("int16", "quantize")) else _SOURCES
+            sources = _INT16_SOURCES if name.startswith(("int16", "quantize", "rounded")) else _SOURCES
             kernel = compile_kernel(self._body(name), f"{name}-{self._isa.name}", (self._isa.width, name), sources)
             self._dense_kernels[name] = kernel
         return kernel
@@ -65,13 +71,17 @@ class DenseRuntime:
         width = self._isa.width
         if what in ("int16", "quantize"):
             return dense_int16.make_body(name)
+        if what == "rounded":
+            return dense_rows.make_rounded_kernel(_ROWS[kind](width))
         if kind:
             return _MATRIX_KERNELS[what](width, quant.KINDS[kind])
         if what == "rope":
-            return dense_kernels.rope_kernel
-        if what in _ROW_KERNELS:
-            return _ROW_KERNELS[what](width)
-        return dense_kernels.make_rms_norm_kernel(width, is_sum=what == "add_rms_norm")
+            return dense_rows.rope_kernel
+        return (
+            dense_rows.make_add_bias_kernel(width)
+            if what == "add_bias"
+            else dense_rows.make_row_kernel(_ROWS[what](width))
+        )
 
     def _run(self, name: str, args: npt.NDArray[np.int64], *, parallel: bool = True) -> None:
         self._workers.run(self._dense_kernel(name), args, parallel=parallel)

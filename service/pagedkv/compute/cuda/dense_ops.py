@@ -27,6 +27,7 @@ _NUMPY: dict[DType, Any] = {
 }
 _CUDA_TYPES = (0, 2, 14)  # cudaDataType of the storage codes: R_32F, R_16F, R_16BF
 _COMPUTE_32F, _DEFAULT_ALGORITHM = 68, -1
+_WORKSPACE, _HOPPER_WORKSPACE = 4 << 20, 32 << 20  # bytes that cuBLAS would take by itself
 
 
 class CudaDenseOps(CudaKvOps):
@@ -37,22 +38,30 @@ class CudaDenseOps(CudaKvOps):
     """
 
     _cublas: Any = None
+    _handle: Any = None
     _weight_dtype: DType = DType.FLOAT16
 
     def open_cublas(self, cublas: Any, weight_dtype: DType) -> None:
-        """Prepare dense products; the device's context must be current."""
+        """Take the bindings; the first product opens them, for a cache without a model needs none."""
         require(weight_dtype in _NUMPY, "weight_dtype", "must be a float type", weight_dtype)
-        self._cublas, self._weight_dtype = cublas, weight_dtype
+        self._cublas, self._weight_dtype, self._handle = cublas, weight_dtype, None
         self._factors = np.array([1.0, 0.0], np.float32)  # alpha, beta; lives as long as the handle
-        if cublas is not None:
-            self._handle = cublas.create()
-            cublas.set_stream(self._handle, int(self.device.streams.compute))
 
     def close_cublas(self) -> None:
         """Destroy the handle."""
-        if self._cublas is not None:
+        if self._handle is not None:
             self._cublas.destroy(self._handle)
-            self._cublas = None
+        self._cublas = self._handle = None
+
+    def _open_handle(self) -> int:
+        """Return the handle. Its workspace is ours: cuBLAS would allocate one in the midst of a captured step."""
+        if self._handle is None:
+            handle = self._handle = self._cublas.create()
+            self._cublas.set_stream(handle, int(self.device.streams.compute))
+            size = _HOPPER_WORKSPACE if self.device.context.info.capability[0] >= 9 else _WORKSPACE
+            self._workspace = self.device.lasting(size)
+            self._cublas.set_workspace(handle, self._workspace.pointer, size)  # last: a new stream takes it away
+        return self._handle
 
     def load_weight(self, weight: WeightData) -> DeviceArray:
         """See `DenseOps.load_weight`; vectors become float32."""
@@ -121,14 +130,36 @@ class CudaDenseOps(CudaKvOps):
         alpha, beta = self._factors.ctypes.data, self._factors.ctypes.data + 4
         operands = (weight.pointer, kind, k, x.pointer, kind, k)
         self._cublas.gemm_ex(
-            self._handle, 1, 0, m, n, k, alpha, *operands, beta, y.pointer, 0, m, _COMPUTE_32F, _DEFAULT_ALGORITHM
+            self._open_handle(),
+            1,
+            0,
+            m,
+            n,
+            k,
+            alpha,
+            *operands,
+            beta,
+            y.pointer,
+            0,
+            m,
+            _COMPUTE_32F,
+            _DEFAULT_ALGORITHM,
         )
 
-    def rms_norm(self, x: DeviceArray, weight: DeviceArray, epsilon: float) -> DeviceArray:
-        """See `DenseOps.rms_norm`."""
+    def rms_norm(
+        self, x: DeviceArray, weight: DeviceArray, epsilon: float, readers: Sequence[DeviceArray] = ()
+    ) -> DeviceArray:
+        """See `DenseOps.rms_norm`; float32 whoever reads it."""
         return self._rms_norm(x, None, weight, epsilon)
 
-    def add_rms_norm(self, x: DeviceArray, y: DeviceArray, weight: DeviceArray, epsilon: float) -> DeviceArray:
+    def add_rms_norm(
+        self,
+        x: DeviceArray,
+        y: DeviceArray,
+        weight: DeviceArray,
+        epsilon: float,
+        readers: Sequence[DeviceArray] = (),
+    ) -> DeviceArray:
         """See `DenseOps.add_rms_norm`; one launch."""
         require(x.shape == y.shape, "y", f"must have shape {x.shape}", y.shape)
         return self._rms_norm(x, self.as_float32(y), weight, epsilon)
@@ -157,7 +188,7 @@ class CudaDenseOps(CudaKvOps):
         self.device.launch_items(plain_variant("add"), x.size, x.pointer, other.pointer, x.size, max(1, y.size))
         return x
 
-    def silu_mul(self, gate: DeviceArray, up: DeviceArray) -> DeviceArray:
+    def silu_mul(self, gate: DeviceArray, up: DeviceArray, readers: Sequence[DeviceArray] = ()) -> DeviceArray:
         """See `DenseOps.silu_mul`."""
         y = self.device.scratch.empty(gate.shape, np.float32)
         self.device.launch_items(plain_variant("silu_mul"), y.size, gate.pointer, up.pointer, y.pointer, y.size)
