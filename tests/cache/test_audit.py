@@ -95,6 +95,28 @@ def test_damage_is_found_and_quarantined_and_service_goes_on(damage):
     assert_sound(cache)
 
 
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_audit_of_a_copy_finds_the_same_damage_and_repairs_nothing(damage):
+    cache = make_busy_cache()
+    damage(cache)
+    assert not cache.begin_audit()()
+    assert not cache.audit().ok
+    assert cache.begin_audit()()
+
+
+def test_audit_of_a_copy_is_of_the_moment_of_the_copy():
+    cache = make_busy_cache()
+    sound = cache.begin_audit()
+    damage_ref_count(cache)
+    damaged = cache.begin_audit()
+    cache.audit()
+    cache.free_batch(["a", "b"])
+    cache.allocate("new")
+    write(cache, "new", 40)
+    assert sound()
+    assert not damaged()
+
+
 def test_quarantined_block_is_pinned_once_free_and_never_given_out():
     cache = make_busy_cache()
     damage_ref_count(cache)

@@ -38,6 +38,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache = CacheManager(config, clock=lambda: self.now)
         self.model = CacheModel(num_blocks, SIZE, num_layers, config.sequence_limit, num_host)
         self.open = {}
+        self.audit_of_copy = self.cache.begin_audit()
 
     def both(self, ours, theirs):
         """Run both; they return or raise alike, and a failure changes nothing."""
@@ -217,8 +218,10 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def check(self):
+        assert self.audit_of_copy(), "the copy has changed with the cache"
         report = self.cache.audit()
         assert report.ok, report.findings
+        self.audit_of_copy = self.cache.begin_audit()
         assert_evicts_children_first(self.cache)
         self.check_tables()
         self.check_usage()

@@ -4,11 +4,13 @@ import asyncio
 import contextlib
 import gc
 import logging
+import threading
 
 import psutil
 import pytest
 
 from helpers.server import serving
+from helpers.waiting import PATIENCE, until
 from helpers.wire import make_queries, make_rows
 from pagedkv.client import AsyncClient
 from pagedkv.errors import InvalidArgument, QuotaExceeded
@@ -52,6 +54,28 @@ async def test_ended_stream_makes_room_for_another_gr_10():
             async with client.step() as step:
                 await step.attend(["a"], make_queries(1), layer=0)
             await client.usage()  # the server has seen the cancellation by the time it answers
+
+
+@on_each_backend
+async def test_calls_are_answered_while_an_audit_runs_and_what_it_finds_is_repaired(monkeypatch):
+    async with serving() as served, AsyncClient(served.address, timeout=PATIENCE) as client:
+        begin, begun, go_on = served.cache.begin_audit, [], threading.Event()
+
+        def held_up():
+            check = begin()
+            begun.append(check)
+            return lambda: go_on.wait(PATIENCE) and check()
+
+        monkeypatch.setattr(served.cache, "begin_audit", held_up)
+        audits = [asyncio.ensure_future(client.audit()) for _ in range(3)]
+        await until(lambda: begun, "audit")
+        await client.allocate("a")
+        await client.append("a", *make_rows(16), layer=0)
+        assert len(begun) == 1  # the others wait: one copy at a time
+        go_on.set()
+        assert [audit.ok for audit in await asyncio.gather(*audits)] == [True] * 3
+        served.cache.ledger.num_tokens += 1
+        assert [(await client.audit()).ok for _ in range(2)] == [False, True]
 
 
 def test_no_streams_at_all_is_refused():

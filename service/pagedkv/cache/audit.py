@@ -6,6 +6,7 @@ A block in doubt is quarantined: it is forgotten by the index and, once no table
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
@@ -32,14 +33,24 @@ class AuditReport:
 def audit(pool: BlockPool, ledger: Ledger, sequences: SequenceOf[Sequence], hash_block: BlockHash) -> AuditReport:
     """Check and repair; O(blocks and tokens of the pool), one SHA-256 for each published block."""
     auditor = _Auditor(pool, ledger, sequences, hash_block)
-    auditor.check_tables()
-    auditor.check_published()
-    auditor.check_states()
-    auditor.check_host()
-    auditor.check_ledger()
+    auditor.check()
     if auditor.findings:
         auditor.repair()
     return AuditReport(tuple(auditor.findings), len(pool.quarantined))
+
+
+def begin_audit(
+    pool: BlockPool, ledger: Ledger, sequences: SequenceOf[Sequence], hash_block: BlockHash
+) -> Callable[[], bool]:
+    """Copy everything now, and return the check of the copy: it may run on any thread, and tells whether all agreed."""
+    pool_copy = pool.copy()
+    auditor = _Auditor(pool_copy, ledger.copy(pool_copy), [sequence.copy() for sequence in sequences], hash_block)
+
+    def is_sound() -> bool:
+        auditor.check()
+        return not auditor.findings
+
+    return is_sound
 
 
 class _Auditor:
@@ -53,7 +64,15 @@ class _Auditor:
         self._hash_block = hash_block
         self._ref_counts: Counter[int] = Counter()
 
-    def check_tables(self) -> None:
+    def check(self) -> None:
+        """Fill `findings`; cuts tables that name what they cannot."""
+        self._check_tables()
+        self._check_published()
+        self._check_states()
+        self._check_host()
+        self._check_ledger()
+
+    def _check_tables(self) -> None:
         """Count the references. A table is cut before an id outside the pool or one that it names already."""
         for sequence in self._sequences:
             self._ref_counts.update(self._valid_blocks(sequence, sequence.table, self._pool.num_blocks))
@@ -72,7 +91,7 @@ class _Auditor:
             valid.add(block)
         return valid
 
-    def check_published(self) -> None:
+    def _check_published(self) -> None:
         """Recompute every digest from its parent's, and compare the index and the tables with it."""
         for block, entry in self._pool.published.items():
             problem = self._entry_problem(block, entry)
@@ -106,7 +125,7 @@ class _Auditor:
             if entry is not None and entry.tokens != packed[index * width : (index + 1) * width]:
                 self._doubt(block, f"its tokens are not those of sequence {sequence.sequence_id!r}")
 
-    def check_states(self) -> None:
+    def _check_states(self) -> None:
         """Compare each block's state, ref count and list with what the tables say."""
         pool = self._pool
         free = Counter(pool.free)
@@ -134,7 +153,7 @@ class _Auditor:
             return BlockState.PINNED
         return BlockState.CACHED if block in self._pool.published else BlockState.FREE
 
-    def check_host(self) -> None:
+    def _check_host(self) -> None:
         """Compare the holders of host blocks with the swapped tables, and the twins with both pools."""
         host, held = self._pool.host, self._host_holders()
         sums = len(self._swapped), *_host_sums(held)
@@ -157,7 +176,7 @@ class _Auditor:
                 holders.setdefault(host, {})[sequence.sequence_id] = view
         return holders
 
-    def check_ledger(self) -> None:
+    def _check_ledger(self) -> None:
         """Compare the sums with a recount."""
         for name, expected in self._ledger.recount(self._sequences).sums().items():
             value = getattr(self._ledger, name)

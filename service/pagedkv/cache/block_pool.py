@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -234,6 +235,16 @@ class BlockPool:
         entry = self.published.pop(block)
         if self.index.get(entry.digest) is entry:
             del self.index[entry.digest]
+
+    def copy(self) -> BlockPool:
+        """Return a pool of the same state, but for the order of cached blocks, with a host pool of its own."""
+        twin = copy(self)
+        twin.host = self.host.copy()
+        twin.states, twin.free = self.states[:], self.free[:]
+        twin.cached = dict(self.cached)  # type: ignore[assignment]  # an ordered copy takes twice the time
+        twin.shared, twin.holds, twin.quarantined = self.shared.copy(), self.holds.copy(), self.quarantined.copy()
+        twin.published, twin.index = self.published.copy(), self.index.copy()  # their entries never change
+        return twin
 
     def restore(self, states: Sequence[BlockState], shared: dict[int, int], holds: dict[int, int]) -> None:
         """Rebuild the lists for these states, keeping the order of what was in the right list."""

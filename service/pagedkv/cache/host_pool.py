@@ -9,6 +9,8 @@ without a copy. The twins part when the device block is given up, or written in 
 
 from __future__ import annotations
 
+from copy import copy
+
 
 class HostPool:
     """The host blocks, who holds them, and the twins. Callers check that what they ask for is possible."""
@@ -66,6 +68,13 @@ class HostPool:
         host = self.host_of.pop(device, None)
         if host is not None:
             del self.device_of[host]
+
+    def copy(self) -> HostPool:
+        """Return a pool of the same state."""
+        twin = copy(self)
+        twin.free, twin.host_of, twin.device_of = self.free[:], self.host_of.copy(), self.device_of.copy()
+        twin.holders = {host: views.copy() for host, views in self.holders.items()}
+        return twin
 
     def restore(self, holders: dict[int, dict[str, int]], num_sequences: int) -> None:
         """Rebuild everything from these holders; all twins part."""

@@ -120,6 +120,12 @@ class Ledger:
         self.pow2_tokens += pow2 - sequence.pow2
         sequence.pow2 = pow2
 
+    def copy(self, pool: BlockPool) -> Ledger:
+        """Return a ledger with the same sums and views, over a copy of the pool."""
+        twin = Ledger(pool, self.block_size)
+        twin.restore(self, {block: views.copy() for block, views in self.views.items()})
+        return twin
+
     def recount(self, sequences: SequenceOf[Sequence]) -> Ledger:
         """Return a ledger with all sums computed from the tables alone."""
         fresh, size = Ledger(self._pool, self.block_size), self.block_size
@@ -135,9 +141,9 @@ class Ledger:
         fresh.num_tokens = sum(fills.values())
         return fresh
 
-    def restore(self, recount: Ledger, views: dict[int, dict[str, int]]) -> None:
-        """Take over the sums of a recount."""
-        for name, value in recount.sums().items():
+    def restore(self, other: Ledger, views: dict[int, dict[str, int]]) -> None:
+        """Take over the sums of another ledger."""
+        for name, value in other.sums().items():
             setattr(self, name, value)
         self.views = views
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
 from pagedkv.cache.accounting import Accounting, account
-from pagedkv.cache.audit import AuditReport, audit
+from pagedkv.cache.audit import AuditReport, audit, begin_audit
 from pagedkv.cache.block import CacheStats, Usage
 from pagedkv.cache.block_hash import NO_EXTRAS, BlockHash, PrefixExtras, hash_block, pack_token_ids
 from pagedkv.cache.block_pool import BlockPool, CacheObserver, FlushResult
@@ -325,6 +325,13 @@ class CacheManager:
     def audit(self) -> AuditReport:
         """Recompute everything from the block tables, compare, and repair; blocks in doubt are never given out."""
         return audit(self.pool, self.ledger, list(self._sequences.values()), self._index.hash_block)
+
+    def begin_audit(self) -> Callable[[], bool]:
+        """Return an audit of the cache as it is now, to be run on any thread; it tells whether everything agreed.
+
+        Copying 100,000 blocks takes about a tenth of the time of an audit. It repairs nothing.
+        """
+        return begin_audit(self.pool, self.ledger, list(self._sequences.values()), self._index.hash_block)
 
     # -- private ------------------------------------------------------------------------------------------------
 

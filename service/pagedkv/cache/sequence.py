@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence as SequenceOf
+from copy import copy
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -121,6 +122,14 @@ class Sequence:
     def claimed(self) -> int:
         """Tokens written in at least one layer or reserved."""
         return self.written if self.open is None else max(self.written, self.open.start + self.open.num_tokens)
+
+    def copy(self) -> Sequence:
+        """Return a record with the same state, to be looked at while this one changes."""
+        twin = copy(self)
+        twin.table, twin.token_ids = self.table[:], self.token_ids[:]
+        twin.host_table = None if self.host_table is None else self.host_table[:]
+        twin.layer_lengths = None if self.layer_lengths is None else self.layer_lengths[:]
+        return twin
 
     def view(self, num_layers: int) -> SequenceView:
         """Return a frozen copy."""

@@ -55,6 +55,7 @@ class KvCacheService(kv_cache_pb2_grpc.KvCacheServicer):
         self._on_device_failure = on_device_failure
         self._failure: DeviceError | None = None
         self._retries = RetryMemory()
+        self._auditing = asyncio.Lock()  # one copy of the state at a time
         self._batcher: Batcher[kv_cache_pb2.AttendRequest, Attended] = Batcher(self._launch)
 
     def fail(self, error: DeviceError) -> None:
@@ -167,9 +168,11 @@ class KvCacheService(kv_cache_pb2_grpc.KvCacheServicer):
         return to_usage_message(self._cache.usage())
 
     async def Audit(self, request: Any, context: Any) -> kv_cache_pb2.AuditResponse:
-        """Recompute and compare everything."""
-        report = self._cache.audit()
-        return kv_cache_pb2.AuditResponse(ok=report.ok, findings=report.findings)
+        """Recompute and compare everything, on a copy and off the loop; only a repair holds up other calls."""
+        async with self._auditing:
+            is_sound = await asyncio.to_thread(self._cache.begin_audit())
+        findings = () if is_sound else self._cache.audit().findings
+        return kv_cache_pb2.AuditResponse(ok=not findings, findings=findings)
 
     # -- tokens -------------------------------------------------------------------------------------------------
 
