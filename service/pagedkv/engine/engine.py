@@ -10,15 +10,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-import numpy as np
-
 from pagedkv.cache import CacheManager, SwapPlan
 from pagedkv.compute.backend import Backend
 from pagedkv.compute.swap import submit_swap
 from pagedkv.config import EngineConfig, require
 from pagedkv.engine.batch import build_step_input
 from pagedkv.engine.observer import EngineObserver, NullObserver, StepReport
+from pagedkv.engine.outbox import Outbox
 from pagedkv.engine.request import FinishReason, GenerationRequest
+from pagedkv.engine.sampler import FloatArray, sample_greedy
 from pagedkv.engine.scheduler import ScheduledChunk, Scheduler
 from pagedkv.engine.state import RequestState
 from pagedkv.engine.stream import GenerationStream
@@ -72,6 +72,7 @@ class Engine:
             on_swap=self._submit_swap,
         )
         self._swaps: list[asyncio.Future[None]] = []  # queued since the last step
+        self._outbox = Outbox(self._observer)
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -101,6 +102,7 @@ class Engine:
 
     async def start(self) -> None:
         """Start the loop."""
+        self._loop = asyncio.get_running_loop()
         self._task = asyncio.create_task(self._run(), name="pagedkv-engine")
 
     async def stop(self, grace_seconds: float = 0.0) -> None:
@@ -195,6 +197,7 @@ class Engine:
         if chunks:
             await self._step(chunks)
             return
+        self._outbox.deliver()
         self._wake.clear()
         if self._scheduler.waiting:
             with contextlib.suppress(TimeoutError):
@@ -210,59 +213,67 @@ class Engine:
         self._cache.commit_batch([chunk.reservation for chunk in chunks])
         for chunk in chunks:
             chunk.request.num_computed += chunk.reservation.num_tokens
-        swaps, self._swaps = self._swaps, []
-        logits, *_ = await asyncio.gather(asyncio.wrap_future(future), *swaps)
+        logits = await self._completion(future)
+        self._outbox.deliver()  # nothing is left of the last step unless the device was that fast
         ready = [chunk.request for chunk in chunks if chunk.produces_token]
         sampled = await self._sample(ready, logits)
+        now = time.perf_counter()
         for request, token_id in zip(ready, sampled, strict=True):
             if request.finish_reason is None:
-                self._accept(request, token_id)
-        self._observer.on_step(_report(chunks, step, time.perf_counter() - started))
+                self._accept(request, token_id, now)
+        self._observer.on_step(_report(chunks, step, now - started))
 
-    def _forward(self, step: StepInput) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
-        """Run the model inside a backend job."""
+    def _forward(self, step: StepInput) -> FloatArray:
+        """Run the model inside a backend job.
+
+        What the last step produced is delivered now and not sooner: messages and figures need the interpreter,
+        without which the job could not start.
+        """
+        self._loop.call_soon_threadsafe(self._outbox.deliver)
         return self._backend.to_host(self._decoder.forward(step))
 
-    async def _sample(
-        self, requests: Sequence[RequestState], logits: np.ndarray[tuple[int, int], np.dtype[np.float32]]
-    ) -> list[int | DeviceError]:
+    async def _completion(self, future: Future[FloatArray]) -> FloatArray:
+        """Return a step's logits; raises what the step or a swap before it met."""
+        done = asyncio.wrap_future(future)
+        if self._swaps:
+            swaps, self._swaps = self._swaps, []
+            await asyncio.gather(done, *swaps)
+        return await done
+
+    async def _sample(self, requests: Sequence[RequestState], logits: FloatArray) -> Sequence[int | DeviceError]:
         def sample() -> list[int | DeviceError]:
             return [_sample_one(request, row) for request, row in zip(requests, logits, strict=True)]
 
         if all(request.sampler.is_greedy for request in requests):
-            return sample()
+            return sample_greedy(logits) or sample()
         return await asyncio.to_thread(sample)  # sorting a vocabulary for top-p takes milliseconds
 
-    def _accept(self, request: RequestState, token_id: int | DeviceError) -> None:
+    def _accept(self, request: RequestState, token_id: int | DeviceError, now: float) -> None:
+        """Take a sampled token in; readers and observers hear of it from the outbox."""
         if isinstance(token_id, DeviceError):
             self._end(request, FinishReason.ERROR, token_id)
             return
-        now = time.perf_counter()
-        is_first = request.num_output_tokens == 0
         request.accept(token_id)
-        if is_first:
-            self._observer.on_first_token(request.request_id, now - request.queued_at)
-        else:
-            self._observer.on_token(request.request_id, now - request.last_token_at)
-        request.last_token_at = now
+        self._outbox.add(request, now)
         if request.finish_reason is not None:
-            self._forget(request, request.finish_reason)
+            self._forget(request)
 
     def _end(self, request: RequestState, reason: FinishReason, error: PagedKvError | None = None) -> None:
         """End a request from outside its own text; does nothing if it has ended."""
         if request.finish_reason is not None:
             return
+        self._outbox.deliver()
+        request.finish_reason = reason
         if error is None:
-            request.finish(reason)
+            request.send()
         else:
-            request.finish_reason = reason
             request.stream.fail(error)
-        self._forget(request, reason)
+        self._forget(request)
+        self._outbox.note_if_finished(request)
 
-    def _forget(self, request: RequestState, reason: FinishReason) -> None:
+    def _forget(self, request: RequestState) -> None:
         self._scheduler.remove(request)
         self._wake.set()
-        self._observer.on_finished(request.request_id, reason, request.num_prompt_tokens, request.num_output_tokens)
 
     def _note_admitted(self, request: RequestState) -> None:
         waited = time.perf_counter() - request.queued_at
@@ -290,7 +301,7 @@ def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> No
         )
 
 
-def _sample_one(request: RequestState, row: np.ndarray[tuple[int], np.dtype[np.float32]]) -> int | DeviceError:
+def _sample_one(request: RequestState, row: FloatArray) -> int | DeviceError:
     try:
         return request.sampler.sample(row)
     except DeviceError as error:

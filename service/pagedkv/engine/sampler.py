@@ -17,11 +17,7 @@ class Sampler:
     def __init__(self, params: SamplingParams) -> None:
         self._params = params
         self._random = np.random.Generator(np.random.Philox(params.seed))
-
-    @property
-    def is_greedy(self) -> bool:
-        """Whether the next token is the arg max, with no randomness."""
-        return self._params.temperature <= GREEDY_TEMPERATURE or self._params.top_k == 1
+        self.is_greedy = params.temperature <= GREEDY_TEMPERATURE or params.top_k == 1  # the arg max, no randomness
 
     def sample(self, logits: FloatArray) -> int:
         """Return a token id for logits [vocab_size] float32.
@@ -60,6 +56,12 @@ class Sampler:
         cumulative = np.cumsum(probabilities[order])
         kept = order[: int(np.searchsorted(cumulative, self._params.top_p * cumulative[-1])) + 1]
         return (kept if candidates is None else candidates[kept]), probabilities[kept]
+
+
+def sample_greedy(logits: FloatArray) -> list[int] | None:
+    """Return the arg max of each row of logits [num_rows, vocab_size] float32; None if any row has none to draw."""
+    best = logits.argmax(axis=1)
+    return best.tolist() if np.isfinite(logits[np.arange(len(logits)), best]).all() else None
 
 
 def candidates_scores(logits: FloatArray, candidates: npt.NDArray[np.intp] | None) -> npt.NDArray[np.float64]:

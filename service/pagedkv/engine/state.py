@@ -41,6 +41,7 @@ class RequestState:
         self._detokenizer = IncrementalDetokenizer(token_bytes, request.prompt_token_ids)
         self._stop_checker = StopChecker(request.sampling.stop)
         self._unsent_token_ids: list[int] = []
+        self._unsent_text = ""
 
     @property
     def num_output_tokens(self) -> int:
@@ -53,26 +54,26 @@ class RequestState:
         return len(self.token_ids) - self.num_computed
 
     def accept(self, token_id: int) -> None:
-        """Append a sampled token, send the text that became certain, and end the request if it is the last."""
+        """Append a sampled token and end the request if it is the last; `send` tells its reader."""
         self.token_ids.append(token_id)
         self._unsent_token_ids.append(token_id)
         if token_id in self._stop_token_ids:
-            self.finish(FinishReason.STOP, self._stop_checker.flush())
+            self._unsent_text += self._stop_checker.flush()
+            self.finish_reason = FinishReason.STOP
             return
-        text, stopped = self._stop_checker.push(self._detokenizer.push(token_id))
-        if stopped:
-            self.finish(FinishReason.STOP, text)
+        text, is_stopped = self._stop_checker.push(self._detokenizer.push(token_id))
+        self._unsent_text += text
+        if is_stopped:
+            self.finish_reason = FinishReason.STOP
         elif self.num_output_tokens >= self._max_tokens:
-            self.finish(FinishReason.LENGTH, text + self._stop_checker.flush())
-        elif text:
-            self._send(text)
+            self._unsent_text += self._stop_checker.flush()
+            self.finish_reason = FinishReason.LENGTH
 
-    def finish(self, reason: FinishReason, text: str = "") -> None:
-        """Send the last chunk."""
-        self.finish_reason = reason
-        self._send(text)
-
-    def _send(self, text: str) -> None:
+    def send(self) -> None:
+        """Give the reader the text that became certain, and the end if there is one."""
+        if not self._unsent_text and self.finish_reason is None:
+            return
+        text, self._unsent_text = self._unsent_text, ""
         token_ids, self._unsent_token_ids = tuple(self._unsent_token_ids), []
         self.stream.push(
             GenerationChunk(
