@@ -10,6 +10,7 @@ import pytest
 
 from helpers.attention_cases import make_layout
 from helpers.captured_twins import open_backend
+from pagedkv.compute.cuda import graphs
 from pagedkv.compute.cuda.backend import CudaBackend
 from pagedkv.dtypes import DType
 
@@ -71,3 +72,20 @@ def test_an_input_of_another_type_than_the_kernels_read_is_not_captured(small):
     for _ in range(2):
         np.testing.assert_array_equal(repeat_rows(backend, table, np.array([3], np.int64)), values[[3]])
     assert not backend.graphs.num_captured
+
+
+def test_a_graph_that_goes_while_its_launch_is_pending_ends_behind_it(small, monkeypatch):
+    """Three graphs in one job, where two are kept: nothing waits for the device in between."""
+    monkeypatch.setattr(graphs, "MOST_GRAPHS", 2)
+    backend, _ = small
+    values = np.random.default_rng(0).standard_normal((9, 16)).astype(np.float32)
+    table = backend.submit(lambda: backend.from_host(values)).result()
+    steps = [np.arange(n, dtype=np.int32) for n in (1, 2, 3, 1)]
+
+    def job() -> list[np.ndarray]:
+        take = lambda arrays: backend.take_rows(table, arrays[0])  # noqa: E731
+        return [backend.to_host(backend.repeat("rows", [rows], take)) for rows in steps]
+
+    for rows, got in zip(steps, backend.submit(job).result(), strict=True):
+        np.testing.assert_array_equal(got, values[rows])
+    assert backend.graphs.num_captured == 4

@@ -45,6 +45,7 @@ class VirtualCublas:
     def __init__(self, driver: VirtualDriver) -> None:
         self.driver = driver
         self.streams: dict[int, Any] = {}
+        self.workspaces: dict[int, int] = {}  # the bytes each handle was given
         self.num_products = 0
 
     def create(self) -> int:
@@ -59,6 +60,7 @@ class VirtualCublas:
     def set_stream(self, handle: int, stream_id: Any) -> None:
         self._require(handle)
         self.streams[handle] = stream_id
+        self.workspaces.pop(handle, None)  # as in cuBLAS
 
     def get_stream(self, handle: int) -> int:
         self._require(handle)
@@ -66,6 +68,10 @@ class VirtualCublas:
 
     def set_workspace(self, handle: int, workspace: Any, workspace_size_in_bytes: int) -> None:
         self._require(handle)
+        span = self.driver.memory.span(int(workspace), workspace_size_in_bytes)
+        if span is None or int(workspace) % 256:
+            raise CublasError(f"a workspace of {workspace_size_in_bytes} bytes at {int(workspace):#x}")
+        self.workspaces[handle] = workspace_size_in_bytes
 
     def set_math_mode(self, handle: int, mode: Any) -> None:
         self._require(handle)
@@ -111,6 +117,8 @@ class VirtualCublas:
             self._multiply(left, right, result, (int(transa) != 0, int(transb) != 0), factors)
 
         stream = self.driver.stream(self.streams[handle])
+        if stream.capture is not None and handle not in self.workspaces:
+            raise CublasError("a product under capture without a workspace allocates memory in the graph")
         self.driver.scheduler.enqueue(stream, "cublas gemm", run, (left.address, right.address, result.address))
 
     def _multiply(

@@ -47,6 +47,8 @@ def api(outputs: int = 0, needs_context: bool = True) -> Callable[[Callable[...,
             try:
                 if self.sticky is not None and needs_context:
                     raise DriverError(self.sticky)
+                if needs_context and not (self.num_retained and getattr(self.contexts, "stack", None)):
+                    raise DriverError(CUresult.CUDA_ERROR_INVALID_CONTEXT, f"no live context for {method.__name__}")
                 value = method(self, *args, **kwargs)
                 if self.sticky is not None and needs_context:
                     raise DriverError(self.sticky)

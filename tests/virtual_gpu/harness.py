@@ -47,6 +47,7 @@ class Gpu:
     def __init__(self, **options: Any) -> None:
         self.driver = VirtualDriver(**options)
         ok(self.driver.cuInit(0))
+        ok(self.driver.cuCtxSetCurrent(ok(self.driver.cuDevicePrimaryCtxRetain(0))))
 
     def put(self, array: np.ndarray) -> int:
         pointer = ok(self.driver.cuMemAlloc(array.nbytes))

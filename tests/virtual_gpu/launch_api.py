@@ -86,6 +86,7 @@ def _argument_bytes(value: Any, kind: Any) -> bytes:
 class LaunchApi(MemoryApi):
     @api(1)
     def cuModuleLoadData(self, image: Any) -> Any:
+        self.require_not_capturing("loading a module")
         text = _image_text(image)
         if text.startswith(b"\x7fELF"):
             raise DriverError(CUresult.CUDA_ERROR_INVALID_IMAGE, "the virtual GPU loads PTX, not CUBIN")

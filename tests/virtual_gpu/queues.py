@@ -21,6 +21,7 @@ class Op:
     touches: tuple[int, ...] = ()
     is_done: bool = False
     capture: Capture | None = None
+    graph: Graph | None = None  # that it launches
 
 
 @dataclass(eq=False)
@@ -66,11 +67,18 @@ class Scheduler:
         self.has_failed = False
         self.num_run = 0
 
-    def enqueue(self, stream: Stream, name: str, action: Callable[[], None], touches: Iterable[int] = ()) -> Op:
+    def enqueue(
+        self,
+        stream: Stream,
+        name: str,
+        action: Callable[[], None],
+        touches: Iterable[int] = (),
+        graph: Graph | None = None,
+    ) -> Op:
         """Append work to a stream (or to the graph that the stream is being captured into)."""
         with self.queue_lock:
             waits, stream.waits = stream.waits, []
-            op = Op(name, action, stream, waits, tuple(touches))
+            op = Op(name, action, stream, waits, tuple(touches), graph=graph)
             if stream.capture is not None:
                 op.capture = stream.capture
                 if stream.captured_last is not None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 
 from virtual_gpu import SM_90, Profile, VirtualDriver
-from virtual_gpu.cublas import VirtualCublas
+from virtual_gpu.cublas import CublasError, VirtualCublas
 from virtual_gpu.harness import Gpu, compile_cuda, ok
 
 ADD_ONE = """extern "C" __global__ void k(float* x) { x[threadIdx.x] = x[threadIdx.x] + 1.0f; }"""
@@ -44,7 +46,7 @@ def test_calls_return_the_bindings_own_result_codes():
 
 
 def test_the_profile_is_what_the_device_reports():
-    driver = VirtualDriver(SM_90)
+    driver = Gpu(profile=SM_90).driver
     attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
     assert ok(driver.cuDeviceGetAttribute(attribute, 0)) == 9
     free, total = ok(driver.cuMemGetInfo())
@@ -52,7 +54,7 @@ def test_the_profile_is_what_the_device_reports():
 
 
 def test_memory_is_accounted_and_runs_out():
-    driver = VirtualDriver(Profile(memory_bytes=1 << 20))
+    driver = Gpu(profile=Profile(memory_bytes=1 << 20)).driver
     first = ok(driver.cuMemAlloc(700_000))
     code, pointer = driver.cuMemAlloc(700_000)
     assert (code, pointer) == (driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY, None)
@@ -255,6 +257,28 @@ def test_synchronising_or_allocating_during_a_capture_is_refused():
     refused = driver.CUresult.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
     assert driver.cuStreamSynchronize(stream)[0] == refused
     assert driver.cuMemAlloc(64)[0] == refused
+    assert driver.cuModuleLoadData(compile_cuda(ADD_ONE))[0] == refused
+
+
+def test_a_graph_destroyed_while_a_launch_is_pending_is_a_fault():
+    gpu = Gpu()
+    driver, stream, x = gpu.driver, make_stream(gpu), gpu.put(np.zeros(32, np.float32))
+    first, second = capture_two(gpu, x, stream), capture_two(gpu, x, stream)
+    ok(driver.cuGraphLaunch(second, stream))
+    ok(driver.cuGraphExecDestroy(first))
+    assert int(driver.cuGraphExecDestroy(second)[0]) != 0
+    assert driver.faults[0].kind == "freed too early"
+
+
+def test_a_call_on_a_thread_without_a_context_or_after_its_release_is_refused():
+    gpu = Gpu()
+    driver, refused = gpu.driver, gpu.driver.CUresult.CUDA_ERROR_INVALID_CONTEXT
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(driver.cuMemAlloc, 64).result()[0] == refused
+        ok(pool.submit(driver.cuCtxSetCurrent, 0xC0).result())
+        ok(pool.submit(driver.cuMemAlloc, 64).result())
+    ok(driver.cuDevicePrimaryCtxRelease(0))
+    assert driver.cuMemAlloc(64)[0] == refused
 
 
 def test_module_variables_hold_their_initial_values():
@@ -299,3 +323,22 @@ def test_cublas_multiplies_column_major_matrices_in_stream_order(dtype):
     np.testing.assert_allclose(
         gpu.get(py, (3, 5), np.float32), x.astype(np.float64) @ w.T.astype(np.float64), rtol=1e-4, atol=1e-5
     )
+
+
+def test_a_product_under_capture_needs_a_workspace_that_is_set_behind_the_stream():
+    gpu = Gpu()
+    driver, cublas, stream = gpu.driver, VirtualCublas(gpu.driver), make_stream(gpu)
+    handle, one, x = cublas.create(), np.ones(1, np.float32), gpu.put(np.ones((4, 4), np.float32))
+    operands = (one.ctypes.data, x, 0, 4, x, 0, 4, np.zeros(1, np.float32).ctypes.data, gpu.empty(64), 0, 4, 68, -1)
+    workspace = gpu.empty(4096)
+    for is_right in (False, True):
+        cublas.set_workspace(handle, workspace, 4096)
+        cublas.set_stream(handle, stream)
+        if is_right:
+            cublas.set_workspace(handle, workspace, 4096)
+        ok(driver.cuStreamBeginCapture(stream, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL))
+        with nullcontext() if is_right else pytest.raises(CublasError, match="without a workspace"):
+            cublas.gemm_ex(handle, 1, 0, 4, 4, 4, *operands)
+        ok(driver.cuStreamEndCapture(stream))
+    with pytest.raises(CublasError, match="a workspace of"):
+        cublas.set_workspace(handle, workspace + 16, 64)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from virtual_gpu.driver import CUresult, DriverError, api, real
+from virtual_gpu.faults import GpuFault
 from virtual_gpu.launch_api import LaunchApi
 from virtual_gpu.queues import Capture, Event, Graph, Stream
 
@@ -292,13 +293,18 @@ class VirtualDriver(StreamApi):
 
     @api()
     def cuGraphLaunch(self, hGraphExec: Any, hStream: Any) -> None:
-        nodes = self.lookup(hGraphExec, Graph).nodes
+        graph = self.lookup(hGraphExec, Graph)
+        nodes = graph.nodes
         touches = [address for node in nodes for address in node.touches]
-        self.scheduler.enqueue(self.stream(hStream), "cuGraphLaunch", lambda: self.scheduler.run_graph(nodes), touches)
+        run = self.scheduler.run_graph
+        self.scheduler.enqueue(self.stream(hStream), "cuGraphLaunch", lambda: run(nodes), touches, graph)
 
     @api()
     def cuGraphExecDestroy(self, hGraphExec: Any) -> None:
-        self.lookup(hGraphExec, Graph)
+        graph = self.lookup(hGraphExec, Graph)
+        if any(op.graph is graph for op in self.scheduler.pending()):
+            self.report(GpuFault("freed too early", "a launch of the graph is pending", "cuGraphExecDestroy"))
+            return
         del self.handles[int(hGraphExec)]
 
     @api()

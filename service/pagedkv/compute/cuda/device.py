@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from pagedkv.compute.cuda.array import DeviceArray, PinnedMemory, ScratchMemory
+from pagedkv.compute.cuda.array import Allocation, DeviceArray, PinnedMemory, ScratchMemory
 from pagedkv.compute.cuda.compiler import Compiler, Target, choose_target
 from pagedkv.compute.cuda.driver import Context, Driver, Function, require_driver
 from pagedkv.compute.cuda.kernels import Variant
@@ -99,6 +99,10 @@ class Device:
         if source.nbytes:
             self.copy_in(target.pointer, source, self.streams.compute)
         return target
+
+    def lasting(self, nbytes: int) -> Allocation:
+        """Return memory that no replay of a recorded step writes to, also while one is recorded."""
+        return self._lasting.allocate(nbytes)
 
     def copy_in(self, pointer: int, source: npt.NDArray[Any], stream: Any) -> None:
         """Enqueue a copy of a contiguous host array to the device; its content is read before this returns."""

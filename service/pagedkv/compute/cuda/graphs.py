@@ -103,7 +103,8 @@ class StepGraphs:
 
     def _add(self, key: Hashable, step: _Step | None) -> None:
         if len(self._steps) >= MOST_GRAPHS:
-            self._destroy(self._steps.popitem(last=False)[1])
+            oldest = self._steps.popitem(last=False)[1]
+            self._device.queue.at_completion(lambda: self._destroy(oldest))  # it may be running
         self._steps[key] = step
 
     def _try_capture(self, bucket: int, given: Arrays, padding: Sequence[int], body: Body) -> _Step | None:
