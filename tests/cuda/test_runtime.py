@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cuda.bindings import nvrtc
 
 from helpers.attention_cases import make_layout
 from helpers.cuda import SMALL, make_virtual_backend
@@ -110,6 +111,31 @@ def test_a_damaged_cache_entry_is_compiled_again(tmp_path: Path):
     assert again.num_compiled == 1
 
 
+class MeetingNvrtc:
+    """NVRTC in which no compilation ends before another one has begun."""
+
+    def __init__(self):
+        self._meeting = threading.Barrier(2, timeout=60)
+
+    def __getattr__(self, name):
+        return getattr(nvrtc, name)
+
+    def nvrtcCompileProgram(self, *args):
+        self._meeting.wait()
+        return nvrtc.nvrtcCompileProgram(*args)
+
+
+def test_different_variants_compile_at_the_same_time_and_each_is_heard_of_in_order(tmp_path: Path):
+    compiler, heard = Compiler(MeetingNvrtc(), cache_dir=tmp_path), []
+    variants = [plain_variant("add"), plain_variant("split"), plain_variant("silu_mul"), Variant("echo", (("int", 0),))]
+    wrong = compiler.compile_all(variants, Target(90), lambda *call: heard.append(call))
+    assert [call[0] for call in heard] == [0, 1, 2, 3, 4]
+    assert heard[-1] == (4, 4, "")
+    assert compiler.num_compiled == 3
+    assert list(wrong) == ["echo int=0"]
+    assert "echo.cu does not compile" in wrong["echo int=0"].message
+
+
 @pytest.mark.parametrize("arch", [80, 90, 100, 120])
 @pytest.mark.parametrize(
     ("head_dim", "dtype"), [(64, DType.FLOAT32), (128, DType.FLOAT16), (256, DType.BFLOAT16), (128, DType.FLOAT8_E4M3)]
@@ -117,7 +143,9 @@ def test_a_damaged_cache_entry_is_compiled_again(tmp_path: Path):
 def test_kernels_compile_without_spills_or_stack(arch, head_dim, dtype):
     compiler = Compiler()
     variants = all_variants(KvShape(1, 8, 1, head_dim, dtype))
-    chosen = [v for v in variants if v.name in ("attend", "attend_mma", "write_kv", "merge_states", "rope")]
+    chosen = [
+        v for v in variants if v.name in ("attend", "attend_decode", "attend_mma", "write_kv", "merge_states", "rope")
+    ]
     for variant in chosen:
         resources = compiler.compile(variant, Target(arch)).resources
         assert (resources.spilled_bytes, resources.stack_bytes) == (0, 0), variant.label

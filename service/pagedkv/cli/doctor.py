@@ -14,7 +14,7 @@ from rich.table import Table
 
 from pagedkv.cli.progress import CompileProgress
 from pagedkv.compute.cpu.backend import CpuBackend
-from pagedkv.compute.cuda.doctor import Finding, OnProgress, Verdict, examine_cuda
+from pagedkv.compute.cuda.doctor import Finding, OnCompile, Verdict, examine_cuda
 from pagedkv.compute.cuda.select import check_cuda
 from pagedkv.compute.layout import KvLayout
 from pagedkv.config import KvShape
@@ -74,7 +74,7 @@ def _version(name: str) -> str:
         return "not installed"
 
 
-def _examine_cpu(on_compile: OnProgress) -> Finding:
+def _examine_cpu(on_compile: OnCompile) -> Finding:
     """Compile the CPU kernels for each storage type; write, copy and read one block."""
     started = time.perf_counter()
     for dtype in _DTYPES:

@@ -117,14 +117,14 @@ class CudaBackend(CudaDenseOps):
     def warm_up(self) -> None:
         """Compile and load every kernel that this layout can need."""
         variants = all_variants(self.layout.shape)
+        for error in self.device.compiler.compile_all(variants, self.device.target, self._on_compile).values():
+            raise error
 
-        def job() -> None:
-            for done, variant in enumerate(variants):
-                self._on_compile(done, len(variants), variant.label)
+        def load() -> None:
+            for variant in variants:
                 self.device.function(variant)
-            self._on_compile(len(variants), len(variants), "")
 
-        self.submit(job).result()
+        self.submit(load).result()
 
     @property
     def failure(self) -> DeviceError | None:

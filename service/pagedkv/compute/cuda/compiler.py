@@ -7,6 +7,8 @@ import os
 import re
 import tempfile
 import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -16,6 +18,8 @@ from pagedkv.compute.cuda.driver import unwrap
 from pagedkv.compute.cuda.kernels import Variant
 from pagedkv.errors import DeviceError
 
+OnCompile = Callable[[int, int, str], None]
+MOST_THREADS = 16  # that compile at the same time
 OLDEST = 80  # cp.async and mma.sync m16n8k16 of bfloat16 need sm_80
 _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"', re.MULTILINE)
 
@@ -109,6 +113,7 @@ class Compiler:
         self._nvrtc = nvrtc
         self._cache_dir = cache_dir or _default_cache()
         self._held: dict[str, Binary] = {}
+        self._busy: dict[str, threading.Lock] = {}
         self._lock = threading.Lock()
         try:
             self.version: tuple[int, int] = unwrap(nvrtc.nvrtcVersion(), "nvrtcVersion")
@@ -125,9 +130,30 @@ class Compiler:
         options = self._options(variant, target)
         key = self._key(variant.name, options)
         with self._lock:
+            busy = self._busy.setdefault(key, threading.Lock())
+        with busy:  # different variants compile at the same time
             if key not in self._held:
                 self._held[key] = self._load(key) or self._compile_and_store(variant.name, options, target, key)
             return self._held[key]
+
+    def compile_all(self, variants: Sequence[Variant], target: Target, on_compile: OnCompile) -> dict[str, DeviceError]:
+        """Compile variants on all cores; return what failed by label. `on_compile(done, total, name)` hears of each."""
+        wrong: dict[str, DeviceError] = {}
+
+        def attempt(variant: Variant) -> DeviceError | None:
+            try:
+                self.compile(variant, target)
+            except DeviceError as error:
+                return error
+            return None
+
+        with ThreadPoolExecutor(min(MOST_THREADS, max(2, os.cpu_count() or 1))) as pool:
+            for done, (variant, error) in enumerate(zip(variants, pool.map(attempt, variants), strict=True)):
+                on_compile(done, len(variants), variant.label)
+                if error is not None:
+                    wrong[variant.label] = error
+        on_compile(len(variants), len(variants), "")
+        return wrong
 
     def _options(self, variant: Variant, target: Target) -> tuple[str, ...]:
         macros = [f"-D{name}={value}" for name, value in variant.macros]
@@ -173,7 +199,8 @@ class Compiler:
             log = self._fetch(program, "ProgramLog").decode(errors="replace").rstrip("\0\n ")
             if int(result[0]) != 0:
                 raise DeviceError(f"{file} does not compile with {' '.join(options)}:\n{log}", source=file)
-            self.num_compiled += 1
+            with self._lock:
+                self.num_compiled += 1
             return Binary(self._fetch(program, "PTX" if target.is_ptx else "CUBIN"), log)
         finally:
             nvrtc.nvrtcDestroyProgram(program)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -12,16 +11,14 @@ from typing import Any
 import numpy as np
 
 from pagedkv.compute.cuda.backend import CudaBackend
-from pagedkv.compute.cuda.compiler import Compiler, Target, choose_target, source_directory
+from pagedkv.compute.cuda.compiler import Compiler, OnCompile, choose_target, source_directory
 from pagedkv.compute.cuda.driver import Probe, probe, require_driver
-from pagedkv.compute.cuda.kernels import STORAGE_CODES, Variant, all_variants
+from pagedkv.compute.cuda.kernels import STORAGE_CODES, all_variants
 from pagedkv.compute.cuda.select import load_cublas
 from pagedkv.compute.layout import KvLayout
 from pagedkv.config import KvShape
 from pagedkv.dtypes import DType
 from pagedkv.errors import DeviceError
-
-OnProgress = Callable[[int, int, str], None]
 
 
 class Verdict(StrEnum):
@@ -41,7 +38,7 @@ class Finding:
     text: str
 
 
-def examine_cuda(on_compile: OnProgress = lambda done, total, name: None, **stand_ins: Any) -> list[Finding]:
+def examine_cuda(on_compile: OnCompile = lambda done, total, name: None, **stand_ins: Any) -> list[Finding]:
     """Look at everything the CUDA backend needs; raises nothing. What a device there is needs and lacks has failed.
 
     `stand_ins` are CudaBackend's `driver_module`, `cublas` and `emit_ptx`.
@@ -97,7 +94,7 @@ def _examine_cublas(lack: Verdict, **stand_ins: Any) -> Finding:
     return Finding("cublas", lack, "not found, and a model needs it: install pagedkv[cuda]")
 
 
-def _compile_all(compiler: Compiler, found: Probe, on_compile: OnProgress) -> Finding:
+def _compile_all(compiler: Compiler, found: Probe, on_compile: OnCompile) -> Finding:
     """Compile every kernel for the device that is there, or for sm_90, in every storage type at head dim 128."""
     started = time.perf_counter()
     try:
@@ -107,12 +104,8 @@ def _compile_all(compiler: Compiler, found: Probe, on_compile: OnProgress) -> Fi
     variants = list(
         dict.fromkeys(v for dtype in STORAGE_CODES for v in all_variants(KvShape(1, 8, 1, 128, DType(dtype))))
     )
-    wrong = []
-    for done, variant in enumerate(variants):
-        on_compile(done, len(variants), variant.label)
-        if problem := _compile(compiler, variant, target):
-            wrong.append(f"{variant.label}: {problem}")
-    on_compile(len(variants), len(variants), "")
+    failed = compiler.compile_all(variants, target, on_compile)
+    wrong = [f"{label}: {error.message}" for label, error in failed.items()]
     if wrong:
         text = f"{len(wrong)} of {len(variants)} variants do not compile for {target.option}:"
         return Finding("cuda kernels", Verdict.FAILED, "\n".join([text, *wrong]))
@@ -121,15 +114,6 @@ def _compile_all(compiler: Compiler, found: Probe, on_compile: OnProgress) -> Fi
     return Finding(
         "cuda kernels", Verdict.OK, f"{len(variants)} variants for {target.option} in {seconds:.1f} s ({source})"
     )
-
-
-def _compile(compiler: Compiler, variant: Variant, target: Target) -> str:
-    """Return what is wrong, or ""."""
-    try:
-        compiler.compile(variant, target)
-    except DeviceError as error:
-        return error.message
-    return ""
 
 
 def _examine_device(**stand_ins: Any) -> Finding:

@@ -161,8 +161,12 @@ class Function:
         self._driver, self._handle, self._shared_bytes = driver, handle, shared_bytes
         self._kinds = tuple(_KINDS[letter] for letter in signature)
         if shared_bytes > 0:
-            kind = driver.module.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            driver.call("cuFuncSetAttribute", handle, kind, shared_bytes)
+            kinds = driver.module.CUfunction_attribute
+            driver.call(
+                "cuFuncSetAttribute", handle, kinds.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes
+            )
+            carveout = kinds.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+            driver.call("cuFuncSetAttribute", handle, carveout, 100)  # per cent: as many CTAs on an SM as fit
 
     def launch(self, grid: tuple[int, int, int], num_threads: int, stream: Any, *args: float) -> None:
         """Enqueue a launch; the driver copies the arguments before it returns. Raises DeviceError."""
