@@ -18,4 +18,10 @@ __device__ __forceinline__ void copy4_async(uint32 destination, const void* sour
 
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-__device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
+// Wait for this thread's groups of copies but the latest kLatest.
+template <int kLatest>
+__device__ __forceinline__ void wait_copies_but() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kLatest) : "memory");
+}
+
+__device__ __forceinline__ void wait_copies() { wait_copies_but<0>(); }

@@ -11,34 +11,12 @@
 //
 // -D HEAD_DIM STORAGE (1 to 4) NUM_WARPS NUM_ROWS=16*NUM_WARPS TILE_TOKENS
 #include "attend.cuh"
+#include "matrix.cuh"
 
 constexpr int kSteps = HEAD_DIM / 16;
-constexpr int kOperand = STORAGE == BFLOAT16 ? BFLOAT16 : FLOAT16;
 constexpr int kParts = STORAGE == BFLOAT16 ? 2 : 1;
 constexpr int kWideStride = (HEAD_DIM / 8 | 1) * 16;  // of a row of 16-bit elements
-constexpr float kWidened = STORAGE == FLOAT8 ? 256.0f : 1.0f;  // an element over what it is widened to
 constexpr bool kKeepQuery = HEAD_DIM <= 128;  // longer rows do not fit the registers: read again for each tile
-
-__device__ __forceinline__ void multiply(float (&c)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
-    if constexpr (kOperand == FLOAT16)
-        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                     : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-    else
-        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                     : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-__device__ __forceinline__ void load_matrices(uint32 (&r)[4], uint32 address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
-}
-
-__device__ __forceinline__ void load_matrices_transposed(uint32 (&r)[4], uint32 address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
-}
 
 // One 16 x 16 step of this warp's queries as operand A; `upper` and `lower` are this lane's two rows or null.
 __device__ __forceinline__ void load_query(uint32 (&fragment)[kParts][4], const float* upper, const float* lower,
@@ -49,25 +27,11 @@ __device__ __forceinline__ void load_query(uint32 (&fragment)[kParts][4], const 
         const int column = step * 16 + (i >> 1) * 8 + (threadIdx.x & 3) * 2;
         float2 pair = make_float2(0.0f, 0.0f);
         if (row) pair = *reinterpret_cast<const float2*>(row + column);
-        fragment[0][i] = pack<kOperand>(pair.x, pair.y);
-        if constexpr (kParts == 2) {
-            const float x = unpack<kOperand>(fragment[0][i] & 0xFFFFu), y = unpack<kOperand>(fragment[0][i] >> 16);
-            fragment[kParts - 1][i] = pack<kOperand>(pair.x - x, pair.y - y);
-        }
+        if constexpr (kParts == 2)
+            pack_parts(fragment[0][i], fragment[kParts - 1][i], pair.x, pair.y);
+        else
+            fragment[0][i] = pack<kOperand>(pair.x, pair.y);
     }
-}
-
-// Two of a word's bytes, `half` 0 or 1, as two float16: a signed byte plus 1152 is 1024 and its bits, an e4m3 has
-// float16's form but for the bias.
-__device__ __forceinline__ uint32 widen(uint32 word, int half) {
-    if constexpr (STORAGE == INT8) {
-        const uint32 biased = __byte_perm(word ^ 0x80808080u, 0x64646464u, half ? 0x4342 : 0x4140);
-        uint32 wide;
-        asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(wide) : "r"(biased), "r"(0x64806480u));
-        return wide;
-    }
-    const uint32 spread = __byte_perm(word, 0, half ? 0x4342 : 0x4140);
-    return ((spread & 0x00800080u) << 8) | ((spread & 0x007F007Fu) << 7);
 }
 
 // Widen K and V of a stage, [2, TILE_TOKENS] rows.
@@ -77,7 +41,7 @@ __device__ __forceinline__ void widen_tiles(uint8* wide, const uint8* stage) {
         const int row = item / kChunks, chunk = item % kChunks;
         const uint2 bytes = *reinterpret_cast<const uint2*>(stage + row * kRowStride + chunk * 8);
         *reinterpret_cast<uint4*>(wide + row * kWideStride + chunk * 16) =
-            make_uint4(widen(bytes.x, 0), widen(bytes.x, 1), widen(bytes.y, 0), widen(bytes.y, 1));
+            make_uint4(widen<0, 1>(bytes.x), widen<2, 3>(bytes.x), widen<0, 1>(bytes.y), widen<2, 3>(bytes.y));
     }
 }
 

@@ -17,12 +17,15 @@ from helpers.attention_cases import (
 )
 from helpers.cuda import make_virtual_backend
 from pagedkv.compute.backend import AttentionParams
+from pagedkv.compute.cuda.kernels import choose_attention
 from pagedkv.compute.layout import KvLayout
+from pagedkv.config import KvShape
 from pagedkv.dtypes import DType
 
 FLOATS = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
 SIXTEEN_BIT = (DType.FLOAT16, DType.BFLOAT16)
 CORES_TOLERANCE, TENSOR_TOLERANCE = 2e-6, 2e-3
+DECODE_TOLERANCE = {DType.FLOAT16: 2e-6, DType.BFLOAT16: 2e-5}  # queries and weights in two parts
 
 
 def check(
@@ -42,6 +45,9 @@ def check(
     result = attend(backend, case, 1, params)
     backend.close()
     driver.assert_clean()
+    rows = max(query_lens) * layout.shape.group_size
+    kernel = choose_attention(layout.shape, rows, tensor_cores).name
+    assert kernel in {stats.kernel for stats in driver.launches}
     default = TENSOR_TOLERANCE if tensor_cores else CORES_TOLERANCE
     assert_close(result, expected(case, params), tolerance or default)
 
@@ -98,6 +104,29 @@ def test_attend_on_tensor_cores_any_group_size_is_near_the_oracle(group_size):
     check(layout, lens, [13, 1], tensor_cores=True)
 
 
+@pytest.mark.parametrize("dtype", SIXTEEN_BIT)
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 112, 128, 192, 256])
+@pytest.mark.parametrize("rows", [4, 12])
+def test_decode_on_tensor_cores_any_head_dim_equals_the_oracle(head_dim, dtype, rows):
+    lens = [1, 15, 16, 17, 150, 0]
+    layout = layout_for(lens, heads=2 * rows, kv_heads=2, head_dim=head_dim, block_size=16, dtype=dtype)
+    check(layout, lens, [1, 1, 1, 1, 1, 0], tensor_cores=True, tolerance=DECODE_TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("block_size", [8, 32, 128])
+@pytest.mark.parametrize(("group_size", "drafts"), [(1, 1), (3, 1), (7, 1), (8, 1), (4, 4), (1, 9), (16, 1), (5, 3)])
+def test_decode_of_drafts_on_tensor_cores_any_group_size_equals_the_oracle(group_size, drafts, block_size):
+    lens = [drafts, 90 + drafts, 64]
+    layout = layout_for(lens, heads=2 * group_size, kv_heads=2, head_dim=64, block_size=block_size, dtype=DType.FLOAT16)
+    check(layout, lens, [drafts, drafts, 1], tensor_cores=True, tolerance=DECODE_TOLERANCE[DType.FLOAT16])
+
+
+def test_decode_by_default_is_on_tensor_cores_where_the_group_is_4_or_more_and_16_bits_are_stored():
+    shapes = [KvShape(1, 4 * group, 4, 64, dtype) for group in (1, 3, 4, 16, 17) for dtype in FLOATS[:2]]
+    names = [choose_attention(shape, shape.group_size).name for shape in shapes]
+    assert names == ["attend"] * 5 + ["attend_decode", "attend", "attend_decode", "attend", "attend_mma"]
+
+
 OPTIONS = {
     "scale": AttentionParams(scale=0.3),
     "window": AttentionParams(window=9),
@@ -115,12 +144,14 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("tensor_cores", [False, True], ids=["cores", "tensor-cores"])
+@pytest.mark.parametrize("kernel", ["attend", "attend_decode", "attend_mma"])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_attend_with_an_option_equals_the_oracle(name, tensor_cores):
+def test_attend_with_an_option_equals_the_oracle(name, kernel):
     lens = [100, 17, 1]
     layout = layout_for(lens, heads=4, kv_heads=2, head_dim=64, block_size=16, dtype=DType.FLOAT16)
-    check(layout, lens, [9, 1, 1], OPTIONS[name], tensor_cores=tensor_cores)
+    tolerance = DECODE_TOLERANCE[DType.FLOAT16] if kernel == "attend_decode" else None
+    num_drafts = 4 if kernel == "attend_decode" else 9
+    check(layout, lens, [num_drafts, 1, 1], OPTIONS[name], tensor_cores=kernel != "attend", tolerance=tolerance)
 
 
 def test_attend_behind_a_window_never_reads_released_table_entries():

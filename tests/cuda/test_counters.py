@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from helpers.attention_cases import attend, fill, make_case, make_layout
 from helpers.cuda import make_virtual_backend
@@ -18,8 +19,9 @@ def read_of_pool(driver, backend) -> np.ndarray:
     return driver.memory.totals[driver.memory.find(backend.pool.pointer).index].copy()
 
 
-def test_decode_reads_each_kv_sector_once_by_16_byte_copies_without_bank_conflicts():
-    backend, driver = make_virtual_backend(DECODE, profile=PROFILE)
+@pytest.mark.parametrize(("kernel", "tensor_cores"), [("attend", False), ("attend_decode", None)])
+def test_decode_reads_each_kv_sector_once_by_16_byte_copies_without_bank_conflicts(kernel, tensor_cores):
+    backend, driver = make_virtual_backend(DECODE, profile=PROFILE, tensor_cores=tensor_cores)
     case = make_case(DECODE, [512] * 4, [1] * 4, np.random.default_rng(0))
     fill(backend, case, 0)
     before = read_of_pool(driver, backend)
@@ -27,7 +29,8 @@ def test_decode_reads_each_kv_sector_once_by_16_byte_copies_without_bank_conflic
     read = (read_of_pool(driver, backend) - before)[0]
     least = 4 * 512 * 8 * 128 * 2 * 2 // 32
     assert read <= 1.02 * least
-    stats = next(launch for launch in reversed(driver.launches) if launch.kernel == "attend")
+    stats = next(launch for launch in reversed(driver.launches) if launch.kernel == kernel)
+    assert (stats.instructions["mma"] > 0) == (kernel == "attend_decode")
     assert stats.bank_conflict_ratio <= 1.1
     assert stats.global_load_bytes[16] >= 4 * 512 * 8 * 128 * 2 * 2 // 16
     backend.close()

@@ -13,8 +13,9 @@ STORAGE_CODES = {DType.FLOAT32: 0, DType.FLOAT16: 1, DType.BFLOAT16: 2, DType.FL
 ATTEND_SIGNATURE = "P" * 10 + "q" * 6 + "i" * 5 + "ff"
 STAGE_LIMIT = 72 << 10  # bytes of shared memory for K and V tiles: three CTAs on an SM of 228 KiB, one on 100 KiB
 MAX_ROWS = 8  # rows of a query tile on CUDA cores
+DECODE_ROWS = 16  # most rows whose keys the warps of a CTA divide
+FEWEST_TENSOR_ROWS = 4  # fewer rows cost CUDA cores less than their share of the memory's time
 MMA_ROWS = 16  # rows of a warp on tensor cores
-MAX_MMA_WARPS = 4
 _POOL = "qqqqii"  # strides of the page pool
 _SIGNATURES = {
     "write_kv": "PPPPq" + _POOL,
@@ -116,32 +117,43 @@ def attend_variant(shape: KvShape, max_rows: int) -> Variant:
     return _attention("attend", shape, rows, tokens, 4, max(_stage_bytes(shape, tokens), parts))
 
 
+def decode_variant(shape: KvShape, max_rows: int) -> Variant:
+    """Return the tensor-core variant for query tiles of up to `max_rows` rows, at most 16, over many keys."""
+    slot = _stage_bytes(shape, 16) // 2
+    stages, warps = next(
+        (stages, warps) for warps in (4, 2) for stages in (4, 3, 2) if stages * warps * slot <= STAGE_LIMIT
+    )
+    rows = 8 if max_rows <= 8 else DECODE_ROWS
+    return _attention("attend_decode", shape, rows, 16 * warps, warps, stages * warps * slot, STAGES=stages)
+
+
 def mma_variant(shape: KvShape, max_rows: int) -> Variant:
-    """Return the tensor-core variant for query tiles of up to `max_rows` rows."""
-    warps = next(warps for warps in (1, 2, MAX_MMA_WARPS) if warps * MMA_ROWS >= max_rows or warps == MAX_MMA_WARPS)
+    """Return the tensor-core variant for query tiles of up to `max_rows` rows, many of them."""
+    warps = 2 if max_rows <= 2 * MMA_ROWS else 4
     tokens = _tile_tokens(shape, _mma_bytes)
     return _attention("attend_mma", shape, warps * MMA_ROWS, tokens, warps, _mma_bytes(shape, tokens))
 
 
-def _attention(name: str, shape: KvShape, rows: int, tokens: int, warps: int, shared: int) -> Variant:
+def _attention(name: str, shape: KvShape, rows: int, tokens: int, warps: int, shared: int, **more: int) -> Variant:
     macros = {"HEAD_DIM": shape.head_dim, "STORAGE": storage_code(shape.dtype), "NUM_ROWS": rows}
-    macros |= {"TILE_TOKENS": tokens, "NUM_WARPS": warps}
+    macros |= {"TILE_TOKENS": tokens, "NUM_WARPS": warps, **more}
     return Variant(name, tuple(macros.items()), ATTEND_SIGNATURE, 32 * warps, shared)
 
 
 def choose_attention(shape: KvShape, max_rows: int, tensor_cores: bool | None = None) -> Variant:
     """Return the variant for a batch whose largest sequence has `max_rows` rows.
 
-    Tensor cores serve storage of 16 and 8 bits once the rows fill a tile of 16; `tensor_cores` forces the choice.
+    Tensor cores serve storage of 16 and 8 bits from 4 rows on; `tensor_cores` forces the choice.
     """
     can = shape.dtype is not DType.FLOAT32
-    use = can and max_rows >= MMA_ROWS if tensor_cores is None else tensor_cores and can
-    return mma_variant(shape, max_rows) if use else attend_variant(shape, max_rows)
+    if not (can and max_rows >= FEWEST_TENSOR_ROWS if tensor_cores is None else tensor_cores and can):
+        return attend_variant(shape, max_rows)
+    return decode_variant(shape, max_rows) if max_rows <= DECODE_ROWS else mma_variant(shape, max_rows)
 
 
 def all_variants(shape: KvShape) -> list[Variant]:
     """Return every variant that a backend of this shape can come to need."""
-    chosen = {choose_attention(shape, rows) for rows in (*range(1, 9), 16, 32, 64)}
+    chosen = {choose_attention(shape, rows) for rows in (*range(1, 10), 32, 64)}
     chosen |= {write_variant(shape, source) for source in (0, 1, 2)} | {rope_write_variant(shape)}
     chosen |= {norm_variant(width, add=add) for width in (1, 4, 257, 260) for add in (False, True)}
     chosen |= {plain_variant("cast", SOURCE=a, TARGET=b) for a in (0, 1, 2) for b in (0, 1, 2) if a != b}
