@@ -14,7 +14,8 @@ from rich.table import Table
 
 from pagedkv.cli.progress import CompileProgress
 from pagedkv.compute.cpu.backend import CpuBackend
-from pagedkv.compute.cuda.doctor import Finding, OnCompile, Verdict, examine_cuda
+from pagedkv.compute.cuda.compiler import OnCompile
+from pagedkv.compute.cuda.doctor import Finding, Verdict, examine_cuda
 from pagedkv.compute.cuda.select import check_cuda
 from pagedkv.compute.layout import KvLayout
 from pagedkv.config import KvShape
