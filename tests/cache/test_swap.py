@@ -45,6 +45,28 @@ def test_sc16_a_forked_group_is_copied_once_and_shares_again(batches):
     assert_sound(cache)
 
 
+@pytest.mark.parametrize("gone", ["fork-0", "fork-1", "fork-2"])
+def test_ba11_a_group_that_still_names_a_freed_fork_is_refused_whole_and_its_rest_comes_clean(gone):
+    cache = make_cache(num_host_blocks=8)
+    names = make_group(cache, num_forks=3)
+    cache.free(gone)
+    before = snapshot(cache)
+    for refused in (cache.swap_out, cache.swap_in, cache.free_batch):
+        with pytest.raises(SequenceNotFound):
+            refused(names)
+        assert snapshot(cache) == before
+    assert_sound(cache)
+    left = [name for name in names if name != gone]
+    assert len(cache.swap_out(left).pairs) == 3 + 2
+    released = cache.stats.released_blocks
+    cache.free(left[0])
+    cache.swap_in(left[1:])
+    cache.free_batch(left[1:])
+    assert cache.stats.released_blocks - released == 4
+    assert cache.usage().host_free == 8
+    assert_pool_clean(cache)
+
+
 def test_sc16_a_later_append_to_a_shared_tail_copies_as_before_the_swap():
     cache = make_cache(num_host_blocks=8)
     cache.allocate("a")

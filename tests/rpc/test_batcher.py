@@ -13,7 +13,7 @@ from helpers.server import serving
 from helpers.waiting import until
 from helpers.wire import assert_attention, make_queries, make_rows
 from pagedkv.client import AsyncClient
-from pagedkv.errors import PositionMismatch, SequenceNotFound
+from pagedkv.errors import InvalidArgument, PositionMismatch, SequenceNotFound, SequenceTooLong
 from pagedkv.rpc.batcher import Batcher
 
 on_each_backend = pytest.mark.usefixtures("backend")
@@ -185,6 +185,36 @@ async def test_bad_attend_in_a_shared_launch_fails_alone(monkeypatch):
         assert_attention(other, make_queries(1), *([rows] for rows in make_rows(20, 2)), [1])
         assert busy.launches == [1, 2]
         assert (await busy.client.sequence("s1")).layer_lengths[0] == 20
+
+
+@on_each_backend
+async def test_three_bad_calls_of_eight_fail_alone_and_leave_no_trace_gr_16(monkeypatch):
+    """An unknown sequence, one that gets too long, one named twice: the five other calls of the launch are exact."""
+    async with busy_device(monkeypatch) as busy:
+        rows = [make_rows(1, 50 + at) for at in range(5)]
+        queries = make_queries(1)
+
+        def attend(name, keys, values, **options):
+            return busy.client.attend([name], queries, layer=0, keys=keys, values=values, **options)
+
+        good = [attend(f"s{at}", *rows[at]) for at in range(5)]
+        two, many = make_rows(2), make_rows(64 * 16)
+        bad = [
+            attend("nobody", *rows[0]),
+            busy.client.attend(["s5"], make_queries(1024), layer=0, query_lens=[1024], keys=many[0], values=many[1]),
+            busy.client.attend(["s5", "s5"], make_queries(2), layer=0, keys=two[0], values=two[1]),
+        ]
+        tasks = await busy.send(good[0], bad[0], good[1], bad[1], good[2], bad[2], good[3], good[4])
+        busy.release()
+        answers = await asyncio.gather(*tasks, return_exceptions=True)
+        for at, answer in enumerate(answers[number] for number in (0, 2, 4, 6, 7)):
+            full = [np.concatenate(pair) for pair in zip(make_rows(20, at), rows[at], strict=True)]
+            assert_attention(answer, queries, [full[0]], [full[1]], [1])
+        assert [type(answers[number]) for number in (1, 3, 5)] == [SequenceNotFound, SequenceTooLong, InvalidArgument]
+        assert busy.launches == [1, 5]
+        lengths = [(await busy.client.sequence(f"s{at}")).layer_lengths[0] for at in range(6)]
+        assert lengths == [21] * 5 + [20]
+        assert (await busy.client.audit()).ok
 
 
 @on_each_backend

@@ -2,6 +2,9 @@
 
 import asyncio
 import contextlib
+import multiprocessing
+import sys
+from concurrent.futures import ProcessPoolExecutor
 
 import grpc
 import pytest
@@ -245,6 +248,21 @@ async def test_server_without_a_model_says_so_in_every_call(backend):
                 await call
             assert caught.value.code == "UNIMPLEMENTED"
         assert (await client.info()).backend == backend
+
+
+async def test_child_processes_start_beside_running_streams_gr_06():
+    """Whoever embeds the server may start others: one that is executed, and a worker that is spawned."""
+    async with generation(slow_decoder()) as (_, client):
+        stream = client.generate(token_ids=make_prompt(20), max_tokens=10_000)
+        await anext(stream)
+        child = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", "print(6 * 7)", stdout=asyncio.subprocess.PIPE
+        )
+        assert await asyncio.wait_for(child.communicate(), PATIENCE) == (b"42\n", None)
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as workers:
+            assert await asyncio.wait_for(asyncio.wrap_future(workers.submit(abs, -7)), PATIENCE) == 7
+        await anext(stream)
+        await stream.aclose()
 
 
 async def test_blocking_client_streams_and_cancels():

@@ -6,6 +6,7 @@ import gc
 import logging
 import threading
 
+import grpc
 import psutil
 import pytest
 
@@ -13,8 +14,10 @@ from helpers.server import serving
 from helpers.waiting import PATIENCE, until
 from helpers.wire import make_queries, make_rows
 from pagedkv.client import AsyncClient
+from pagedkv.client.asynchronous import make_attend_request
 from pagedkv.errors import InvalidArgument, QuotaExceeded
 from pagedkv.rpc.server import ServerConfig
+from pagedkv.v1 import kv_cache_pb2_grpc
 
 on_each_backend = pytest.mark.usefixtures("backend")
 
@@ -76,6 +79,31 @@ async def test_calls_are_answered_while_an_audit_runs_and_what_it_finds_is_repai
         assert [audit.ok for audit in await asyncio.gather(*audits)] == [True] * 3
         served.cache.ledger.num_tokens += 1
         assert [(await client.audit()).ok for _ in range(2)] == [False, True]
+
+
+@on_each_backend
+async def test_step_whose_requests_end_by_an_error_shows_whole_appends_only_gr_13():
+    """The client fails after some of its requests: each is written whole or not at all, and the call fails."""
+    async with serving() as served, AsyncClient(served.address, timeout=PATIENCE) as client:
+        async with grpc.aio.insecure_channel(served.address) as channel:
+            stub = kv_cache_pb2_grpc.KvCacheStub(channel)
+            for number in range(20):
+                name, keys_values = f"a{number}", make_rows(3, number)
+                await client.allocate(name)
+
+                async def requests(count, name=name, rows=keys_values):
+                    for at in range(count):
+                        options = {"query_lens": [3], "positions": [3 * at], "keys": rows[0], "values": rows[1]}
+                        yield make_attend_request([name], make_queries(3), layer=0, **options)
+                    raise RuntimeError("the client is ill")
+
+                call = stub.Step(requests(number % 6))
+                with pytest.raises((grpc.aio.AioRpcError, asyncio.CancelledError)):
+                    async for _ in call:
+                        pass
+                assert await call.code() is not grpc.StatusCode.OK
+                assert (await client.sequence(name)).layer_lengths[0] in range(0, 3 * (number % 6) + 1, 3)
+            assert (await client.audit()).ok
 
 
 def test_no_streams_at_all_is_refused():
