@@ -162,6 +162,7 @@ class Attention:
         floats[at.SCORE_SCALE // 8] = scale / params.soft_cap if params.soft_cap else scale * _LOG2_E
         floats[at.SOFT_CAP // 8] = params.soft_cap * _LOG2_E if params.soft_cap else 0.0
         args[1] = plan.num_items
+        args[at.NUM_CLAIMED_EARLY // 8] = plan.num_claimed_early
         args[at.POOL // 8] += layer * self._layer_bytes
         args[at.QUERIES // 8] = queries.ctypes.data
         args[at.QUERY_KIND // 8] = ARRAY_KINDS[queries.dtype]

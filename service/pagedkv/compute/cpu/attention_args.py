@@ -30,7 +30,8 @@ SCRATCH: Final = 184
 SCRATCH_BYTES: Final = 192  # a thread
 PARTIALS: Final = 200
 COUNTERS: Final = 208  # int64 [num_split_units, num_kv_heads]: parts still to come
-NUM_WORDS: Final = 27
+NUM_CLAIMED_EARLY: Final = 216  # first items, whose successor a thread claims before it begins them
+NUM_WORDS: Final = 28
 
 # One record of int64 words a unit; item i is KV head i % num_kv_heads of unit i // num_kv_heads.
 ITEM_FIRST_QUERY: Final = 0

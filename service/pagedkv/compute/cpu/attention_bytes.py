@@ -76,26 +76,27 @@ def make_score_bytes() -> Step:
     @compiled
     def score_bytes(
         queries: int, rows: int, head_dim: int, scores: int, stride: int, shift: int, count: int,
-        table: int, ahead: int, value_bytes: int,
+        table: int, ahead: int, far: int,
     ) -> None:  # fmt: skip
         digits, mask = queries + 4 * PACK_ROWS * head_dim, (1 << shift) - 1
         for token in range(0, count, 16):
             entry, offset = 8 * (token >> shift), (token & mask) * head_dim
             next_entry, next_offset = 8 * ((token + 8) >> shift), ((token + 8) & mask) * head_dim
             first, second = load_i64(table + entry) + offset, load_i64(table + next_entry) + next_offset
-            after, last = load_i64(ahead + entry) + offset, load_i64(ahead + next_entry) + next_offset
-            far = value_bytes
+            after, last = load_i64(ahead + entry), load_i64(ahead + next_entry)
+            beyond, beyond_last = load_i64(ahead + far + entry) - after, load_i64(ahead + far + next_entry) - last
+            after, last = after + offset, last + next_offset
             for row in range(0, rows, 4):
                 d, s, left = digits + row * ROW_STRIDE, scores + row * stride + 4 * token, rows - row
                 if left >= 4:
-                    dot_bytes_tile(first, second, head_dim, d, s, stride, after, last, far, 4)
+                    dot_bytes_tile(first, second, head_dim, d, s, stride, after, last, beyond, beyond_last, 4)
                 elif left == 3:
-                    dot_bytes_tile(first, second, head_dim, d, s, stride, after, last, far, 3)
+                    dot_bytes_tile(first, second, head_dim, d, s, stride, after, last, beyond, beyond_last, 3)
                 elif left == 2:
-                    dot_bytes_tile(first, second, head_dim, d, s, stride, after, last, far, 2)
+                    dot_bytes_tile(first, second, head_dim, d, s, stride, after, last, beyond, beyond_last, 2)
                 else:
-                    dot_bytes_tile(first, second, head_dim, d, s, stride, after, last, far, 1)
-                after, last, far = first, second, 0
+                    dot_bytes_tile(first, second, head_dim, d, s, stride, after, last, beyond, beyond_last, 1)
+                after, last, beyond, beyond_last = first, second, 0, 0
 
     return score_bytes
 

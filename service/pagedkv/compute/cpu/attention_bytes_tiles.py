@@ -129,7 +129,8 @@ def dot_bytes_tile(
     scores_stride: Any,
     first_ahead: Any,
     second_ahead: Any,
-    far: Any,
+    first_far: Any,
+    second_far: Any,
     rows: Any,
 ) -> Any:
     """Store the products of `rows` digit rows with 16 keys: 8 rows of head_dim bytes at `first`, 8 at `second`."""
@@ -137,7 +138,7 @@ def dot_bytes_tile(
     half = TILE_TOKENS // 2
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        starts, ahead = args[:2], args[6:8]
+        starts, ahead = args[:2], list(zip(args[6:8], args[8:10], strict=True))
         dims, digits_at, out, out_stride = args[2:6]
         keys = [
             builder.add(start, builder.mul(dims, word(token))) if token else start
@@ -147,10 +148,10 @@ def dot_bytes_tile(
         flip = emit_int_constant(-128, 64, I8)
 
         def body(dim: Any, sums: list[Any]) -> list[Any]:
-            for start in ahead:
+            for start, far in ahead:
                 for line in range(0, half * WIDTH, _CACHE_LINE):
                     place = builder.add(start, builder.mul(dim, word(half)))
-                    emit_ask(builder, builder.add(place, word(line)), args[8])
+                    emit_ask(builder, builder.add(place, word(line)), far)
             raw = [builder.load(emit_pointer(builder, key, dim), typ=ir.VectorType(I8, WIDTH), align=1) for key in keys]
             quads = [builder.xor(builder.bitcast(quad, _BYTES), flip) for quad in _emit_transposed(builder, raw)]
             place = builder.add(digits_at, dim)
@@ -176,7 +177,7 @@ def dot_bytes_tile(
             builder.store(builder.fmul(joined, factor), emit_pointer(builder, place), align=4)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 9, rows), codegen
+    return types.void(*[types.int64] * 10, rows), codegen
 
 
 def _emit_value_quads(builder: Any, address: Any, row_bytes: Any, columns: int) -> list[Any]:
@@ -223,7 +224,7 @@ def outer_bytes_tile(
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         (table_at, piece_rows, total, b_stride, column_at, digits_at, digit_step) = args[:7]
-        c_at, c_step, alpha_at, factor_at, ahead_at, far_bytes = args[7:13]
+        c_at, c_step, alpha_at, factor_at, ahead_at, far_table = args[7:13]
         planes = [builder.add(digits_at, builder.mul(digit_step, word(index))) for index in range(num_rows * DIGITS)]
 
         def piece(index: Any, sums: list[Any]) -> list[Any]:
@@ -234,6 +235,8 @@ def outer_bytes_tile(
             base = builder.load(emit_pointer(builder, table_at, slot), typ=I64, align=8)
             base = builder.add(base, column_at)
             ahead = builder.load(emit_pointer(builder, ahead_at, slot), typ=I64, align=8)
+            beyond = builder.load(emit_pointer(builder, ahead_at, builder.add(slot, far_table)), typ=I64, align=8)
+            far_bytes = builder.sub(beyond, ahead)
             # 4 rows of `columns` bytes are asked for a step: together the columns' steps cover the tile
             ahead = builder.add(ahead, builder.mul(column_at, piece_rows))
 

@@ -3,8 +3,8 @@
 A work item is (sequence, a run of its queries, a part of its tokens, one KV head). Its rows are all (query, head of
 the group) pairs, so K and V are read once for the whole group. Few rows (decode) take the keys as they lie in the
 blocks (`dot_tile`); many rows (prefill) transpose a chunk of keys first and multiply tiles (`outer_tile`). While a
-chunk is computed, the cache lines of the next one are asked for. A sequence that is split over items leaves partial
-results; whoever finishes its last part merges them.
+chunk is computed, the cache lines of the next two are asked for, of the next item's too. A sequence that is split
+over items leaves partial results; whoever finishes its last part merges them.
 """
 
 from __future__ import annotations
@@ -46,13 +46,15 @@ from pagedkv.compute.cpu.simd import (
     store_f32,
     store_i64,
 )
-from pagedkv.compute.cpu.threads import claim, fetch_add
+from pagedkv.compute.cpu.threads import claim, fetch_add, peek
 
 MAX_CHUNK_BLOCKS: Final = 16
 KEY_PADDING: Final = 16  # columns between the rows of the transposed keys, which the last tile may write into
 
 _TABLE_BYTES: Final = 8 * MAX_CHUNK_BLOCKS
 _TABLES_BYTES: Final = 3 * _TABLE_BYTES  # K, V, scales
+_NUM_TABLES: Final = 3  # of this chunk, the next, and the one after
+_ALL_TABLES_BYTES: Final = _NUM_TABLES * _TABLES_BYTES
 _LN2: Final = math.log(2.0)
 _NO_SCORE: Final = np.float32(-np.inf)
 _ZERO: Final = np.float32(0.0)
@@ -62,7 +64,7 @@ def scratch_bytes(max_rows: int, head_dim: int, chunk_tokens: int) -> int:
     """Return the bytes of scratch a thread needs, in the order in which `attend_items` carves it."""
     rows = 2 * max_rows * head_dim + max_rows * (chunk_tokens + STATE_ARRAYS)
     chunk = head_dim * (chunk_tokens + KEY_PADDING) + chunk_tokens * head_dim + 2 * (chunk_tokens + KEY_PADDING)
-    return -(-(2 * _TABLES_BYTES + _TABLE_BYTES + 4 * (rows + chunk)) // 4096) * 4096
+    return -(-(_ALL_TABLES_BYTES + _TABLE_BYTES + 4 * (rows + chunk)) // 4096) * 4096
 
 
 def make_attention_kernel(width: int, kind: int, has_byte_dots: bool) -> Callable[[int, int], None]:
@@ -75,13 +77,28 @@ def make_attention_kernel(width: int, kind: int, has_byte_dots: bool) -> Callabl
     fill_tables, load_queries = make_fill_tables(kind in (KIND_I8, KIND_E4M3)), make_load_queries(width)
 
     @compiled
+    def fill_from(args: int, index: int, upcoming: int, token: int, tables: int) -> None:
+        """Fill tables for the item's chunk at `token` or, behind its end, for the upcoming item's."""
+        num_kv_heads, chunk = load_i64(args + at.NUM_KV_HEADS), load_i64(args + at.CHUNK_TOKENS)
+        item = load_i64(args + at.ITEMS) + (index // num_kv_heads) * (8 * at.ITEM_WORDS)
+        first, stop = load_i64(item + at.ITEM_FIRST_TOKEN), load_i64(item + at.ITEM_STOP_TOKEN)
+        if token < stop:
+            fill_tables(args, index, token, tables, _TABLE_BYTES)
+            return
+        chosen, place = index, stop - 1
+        if upcoming >= 0:
+            following = load_i64(args + at.ITEMS) + (upcoming // num_kv_heads) * (8 * at.ITEM_WORDS)
+            behind = token - first - -(-(stop - first) // chunk) * chunk
+            chosen, place = upcoming, load_i64(following + at.ITEM_FIRST_TOKEN) + behind
+        fill_tables(args, chosen, place, tables, _TABLE_BYTES)
+
+    @compiled
     def attend_item(args: int, index: int, upcoming: int, scratch: int) -> None:
         num_kv_heads, chunk = load_i64(args + at.NUM_KV_HEADS), load_i64(args + at.CHUNK_TOKENS)
         head_dim, max_rows = load_i64(args + at.HEAD_DIM), load_i64(args + at.MAX_ROWS)
         kv_head, item = index % num_kv_heads, load_i64(args + at.ITEMS) + (index // num_kv_heads) * (8 * at.ITEM_WORDS)
         rows = load_i64(item + at.ITEM_NUM_QUERIES) * load_i64(args + at.GROUP_SIZE)
-        here, ahead = scratch, scratch + _TABLES_BYTES
-        queries = scratch + 2 * _TABLES_BYTES + _TABLE_BYTES
+        queries = scratch + _ALL_TABLES_BYTES + _TABLE_BYTES
         state = queries + 4 * max_rows * head_dim
         sums = state + 4 * STATE_ARRAYS * max_rows
         load_queries(args, item, kv_head, queries)
@@ -93,26 +110,24 @@ def make_attention_kernel(width: int, kind: int, has_byte_dots: bool) -> Callabl
         for element in range(0, rows * head_dim, width):
             store(sums + 4 * element, splat(_ZERO, width))
         first, stop = load_i64(item + at.ITEM_FIRST_TOKEN), load_i64(item + at.ITEM_STOP_TOKEN)
+        here, ahead, beyond = scratch, scratch + _TABLES_BYTES, scratch + 2 * _TABLES_BYTES
         fill_tables(args, index, first, here, _TABLE_BYTES)
+        fill_from(args, index, upcoming, first + chunk, ahead)
         for token in range(first, stop, chunk):
-            if token + chunk < stop:
-                fill_tables(args, index, token + chunk, ahead, _TABLE_BYTES)
-            elif upcoming >= 0:
-                following = load_i64(args + at.ITEMS) + (upcoming // num_kv_heads) * (8 * at.ITEM_WORDS)
-                fill_tables(args, upcoming, load_i64(following + at.ITEM_FIRST_TOKEN), ahead, _TABLE_BYTES)
-            else:
-                fill_tables(args, index, token, ahead, _TABLE_BYTES)
-            attend_chunk(args, item, kv_head, token, min(chunk, stop - token), rows, scratch, here, ahead)
-            here, ahead = ahead, here
+            fill_from(args, index, upcoming, token + 2 * chunk, beyond)
+            attend_chunk(args, item, kv_head, token, min(chunk, stop - token), rows, scratch, here, ahead, beyond)
+            here, ahead, beyond = ahead, beyond, here
         finish_rows(args, item, kv_head, rows, state, state + 4 * max_rows, sums)
 
     def attend_items(args: int, thread: int) -> None:
         scratch = load_i64(args + at.SCRATCH) + thread * load_i64(args + at.SCRATCH_BYTES)
         index = claim(args)
         while index >= 0:
-            upcoming = claim(args)  # known early so that its first cache lines can be asked for
+            # known early so that its first cache lines can be asked for; the last ones are left to who is free first
+            is_early = index < load_i64(args + at.NUM_CLAIMED_EARLY)
+            upcoming = claim(args) if is_early else peek(args)
             attend_item(args, index, upcoming, scratch)
-            index = upcoming
+            index = upcoming if is_early else claim(args)
 
     return attend_items
 
@@ -129,11 +144,12 @@ def _make_attend_chunk(width: int, kind: int, has_byte_dots: bool) -> Step:
 
     @compiled
     def attend_chunk(
-        args: int, item: int, kv_head: int, token: int, count: int, rows: int, scratch: int, here: int, ahead: int
-    ) -> None:
+        args: int, item: int, kv_head: int, token: int, count: int, rows: int, scratch: int,
+        here: int, ahead: int, beyond: int,
+    ) -> None:  # fmt: skip
         head_dim, max_rows = load_i64(args + at.HEAD_DIM), load_i64(args + at.MAX_ROWS)
         shift, chunk = load_i64(args + at.BLOCK_SHIFT), load_i64(args + at.CHUNK_TOKENS)
-        single = scratch + 2 * _TABLES_BYTES
+        single = scratch + _ALL_TABLES_BYTES
         queries = single + _TABLE_BYTES
         state = queries + 4 * max_rows * head_dim
         alphas, sums = state + 8 * max_rows, state + 4 * STATE_ARRAYS * max_rows
@@ -152,15 +168,15 @@ def _make_attend_chunk(width: int, kind: int, has_byte_dots: bool) -> Step:
                     scores + 4 * column, stride, alphas, single, 0, rows,
                 )  # fmt: skip
         else:
-            value_bytes = load_i64(args + at.VALUE_BYTES)
-            score_few(queries, rows, head_dim, scores, stride, shift, count, here, ahead, value_bytes)
+            score_few(queries, rows, head_dim, scores, stride, shift, count, here, ahead, beyond - ahead)
         if is_quantized:
             value_offset = (4 << shift) * load_i64(args + at.NUM_KV_HEADS)
-            copy_scales(here + 2 * _TABLE_BYTES, shift, value_offset, count, key_scales, value_scales)
+            table, after = here + 2 * _TABLE_BYTES, ahead + 2 * _TABLE_BYTES
+            copy_scales(table, after, shift, value_offset, count, key_scales, value_scales)
         softmax_rows(args, item, kv_head, rows, token, count, scores, stride, state, key_scales, value_scales)
         if not is_packed:
             after = ahead + _TABLE_BYTES
-            far, table = -load_i64(args + at.VALUE_BYTES), here + _TABLE_BYTES
+            far, table = beyond - ahead, here + _TABLE_BYTES
             accumulate_few(table, 1 << shift, count, head_dim, scores, stride, sums, alphas, after, far, rows)
         elif is_float32:
             table = here + _TABLE_BYTES

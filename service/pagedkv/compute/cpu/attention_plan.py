@@ -12,6 +12,7 @@ from pagedkv.compute.backend import AttentionBatch
 from pagedkv.compute.cpu import attention_args as at
 
 _ITEMS_PER_THREAD: Final = 16  # enough that threads end together, few enough that merging costs nothing
+_LAST_ITEMS_PER_THREAD: Final = 3  # claimed when a thread is free, so that none waits behind a long one
 _SHORTEST_PART: Final = 256  # tokens
 _LONG_CONTEXT: Final = 2048  # tokens; transposing keys for more queries at once outweighs the masked products
 
@@ -41,6 +42,7 @@ class AttentionPlan:
     batch: AttentionBatch  # a copy, by which a repeated batch is known
     window: int | None
     num_items: int  # work items: KV heads of units
+    num_claimed_early: int  # of these, the first whose successor is claimed ahead of time
 
     def serves(self, batch: AttentionBatch, window: int | None) -> bool:
         """Whether this plan was made from an equal batch."""
@@ -92,7 +94,8 @@ def make_plan(batch: AttentionBatch, window: int | None, limits: PlanLimits) -> 
     copy = AttentionBatch(tables, batch.context_lens.copy(), batch.query_starts.copy())
     counters = np.repeat(num_parts, limits.num_kv_heads)
     num_items = len(records) * limits.num_kv_heads
-    return AttentionPlan(records, counters, int(partial_queries.sum()), tables, copy, window, num_items)
+    num_early = max(0, num_items - _LAST_ITEMS_PER_THREAD * limits.num_threads)
+    return AttentionPlan(records, counters, int(partial_queries.sum()), tables, copy, window, num_items, num_early)
 
 
 def _spread(counts: Words) -> tuple[Words, Words]:

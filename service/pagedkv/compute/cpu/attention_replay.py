@@ -29,9 +29,11 @@ class _Group:
         plan, partials = self._renew(self.batch, self.window)
         counters = np.tile(plan.counters, (len(self.args), 1))
         first, stride = address_of(counters), counters.strides[0]
-        num_items, records, place = plan.num_items, address_of(plan.records), address_of(partials)
+        num_items, num_early = plan.num_items, plan.num_claimed_early
+        records, place = address_of(plan.records), address_of(partials)
         for call, args in enumerate(self.args):
             args[1] = num_items
+            args[at.NUM_CLAIMED_EARLY // 8] = num_early
             args[at.ITEMS // 8] = records
             args[at.PARTIALS // 8] = place
             args[at.COUNTERS // 8] = first + call * stride

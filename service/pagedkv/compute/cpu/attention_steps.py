@@ -120,13 +120,14 @@ def make_score_decode(width: int, kind: int) -> Step:
     @compiled
     def score_decode(
         queries: int, rows: int, head_dim: int, scores: int, stride: int, shift: int, count: int,
-        table: int, ahead: int, value_bytes: int,
+        table: int, ahead: int, far_table: int,
     ) -> None:  # fmt: skip
         row_bytes, mask = head_dim * item, (1 << shift) - 1
         for token in range(0, count, TILE_TOKENS):
             entry, offset = 8 * (token >> shift), (token & mask) * row_bytes
             k, last = load_i64(table + entry) + offset, min(count - token, TILE_TOKENS) - 1
-            after, far = load_i64(ahead + entry) + offset, value_bytes
+            after = load_i64(ahead + entry)
+            far, after = load_i64(ahead + far_table + entry) - after, after + offset
             for row in range(0, rows, full):
                 q, s, left = queries + 4 * row * head_dim, scores + row * stride + 4 * token, rows - row
                 if left >= full:
@@ -251,10 +252,16 @@ def make_copy_scales(width: int, kind: int) -> Step:
     step = min(8, width)  # divides every block size; scales behind the context go to lanes that nobody looks at
 
     @compiled
-    def copy_scales(table: int, shift: int, value_offset: int, count: int, key_scales: int, value_scales: int) -> None:
-        factors = splat(factor, step)
+    def copy_scales(
+        table: int, ahead: int, shift: int, value_offset: int, count: int, key_scales: int, value_scales: int
+    ) -> None:
+        """`ahead` is the table of the next chunk's scales, which were asked for once (see emit_ask)."""
+        factors, mask = splat(factor, step), (1 << shift) - 1
         for token in range(0, count, step):
-            scale = load_i64(table + 8 * (token >> shift)) + 4 * (token & ((1 << shift) - 1))
+            entry, offset = 8 * (token >> shift), 4 * (token & mask)
+            scale, after = load_i64(table + entry) + offset, load_i64(ahead + entry) + offset
+            prefetch(after, 2)
+            prefetch(after + value_offset, 2)
             store(key_scales + 4 * token, mul(load(scale, step), factors))
             store(value_scales + 4 * token, mul(load(scale + value_offset, step), factors))
 

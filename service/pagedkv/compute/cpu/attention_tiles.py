@@ -65,8 +65,8 @@ def emit_loop(builder: Any, stop: Any, step: int, state: list[Any], body: Any) -
 def emit_ask(builder: Any, address: Any, far_bytes: Any) -> None:
     """Ask for the cache line at the address, and for the one `far_bytes` from it.
 
-    While keys are multiplied, the next chunk's values are asked for too, and the other way round: a request that finds
-    all miss buffers taken is dropped, so each line is asked for twice.
+    A request that finds all miss buffers taken is dropped, so each line is asked for twice: two chunks ahead, where it
+    has the most time, and one chunk ahead.
     """
     emit_prefetch(builder, emit_pointer(builder, address), 2)
     emit_prefetch(builder, emit_pointer(builder, address, far_bytes), 2)
@@ -194,7 +194,8 @@ def outer_tile(
     """Compute C = alpha * C + A B for `rows` rows of C and `vectors` vectors of columns.
 
     B's `count` rows lie in pieces of `block_rows`, whose addresses are the int64 words at `table`; `column` is the
-    first column. A is float32 [rows, count], C and alpha [rows] float32, all addresses and strides in bytes.
+    first column. A is float32 [rows, count], C and alpha [rows] float32, all addresses and strides in bytes. With
+    MODE_PREFETCH `ahead_table` is that of the next chunk, and the one of the chunk after lies `far` bytes behind it.
     """
     num_rows, num_vectors, lanes = literal(rows), literal(vectors), literal(width)
     stored, flags = literal(kind), literal(mode)
@@ -202,7 +203,7 @@ def outer_tile(
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         table_at, piece_rows, total, b_stride, first_column = args[:5]
-        a_at, a_step, c_at, c_step, alpha_at, ahead_at, far_bytes = args[5:12]
+        a_at, a_step, c_at, c_step, alpha_at, ahead_at, far_table = args[5:12]
         c_rows = [builder.add(c_at, builder.mul(c_step, word(row))) for row in range(num_rows)]
         a_rows = [builder.add(a_at, builder.mul(a_step, word(row))) for row in range(num_rows)]
         column_bytes = builder.mul(first_column, word(item))
@@ -221,9 +222,11 @@ def outer_tile(
             slot = builder.mul(index, word(8))
             base = builder.load(emit_pointer(builder, table_at, slot), typ=I64, align=8)
             base = builder.add(base, column_bytes)
-            ahead = None
+            ahead = far_bytes = None
             if flags & MODE_PREFETCH:
                 ahead = builder.load(emit_pointer(builder, ahead_at, slot), typ=I64, align=8)
+                beyond = builder.load(emit_pointer(builder, ahead_at, builder.add(slot, far_table)), typ=I64, align=8)
+                far_bytes = builder.sub(beyond, ahead)
                 ahead = builder.add(ahead, column_bytes)
 
             def body(row_index: Any, inner: list[Any]) -> list[Any]:

@@ -155,6 +155,18 @@ def claim(typingctx: Any, args_address: Any) -> Any:
     return types.int64(types.int64), codegen
 
 
+@intrinsic
+def peek(typingctx: Any, args_address: Any) -> Any:
+    """Return the work item that the next claim would get, if nobody came between, or -1."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        item = builder.load_atomic(_word(builder, args[0]), "monotonic", 8)
+        count = builder.load(emit_pointer(builder, args[0], 8), typ=I64, align=8)
+        return builder.select(builder.icmp_signed("<", item, count), item, ir.Constant(I64, -1))
+
+    return types.int64(types.int64), codegen
+
+
 def _work(state: Any, thread_index: Any) -> Any:
     """Body of a worker thread: wait for a region, enter while its gate is open, take part, leave."""
     _exchange_float_mode(-_FLUSH_DENORMALS)
