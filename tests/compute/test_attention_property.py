@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import closing
 
 import ml_dtypes
@@ -88,7 +89,19 @@ def check(problem: tuple[KvLayout, list[int], list[int], AttentionParams, int], 
         fill(backend, case, LAYER)
         actual = attend(backend, case, LAYER, options)
         stored = stored_case(backend, case) if layout.shape.dtype.is_quantized else case
-    assert_close(actual, expected(stored, options))
+    assert_close(actual, expected(stored, options), tolerance_of(layout, options))
+
+
+def tolerance_of(layout: KvLayout, options: AttentionParams) -> float:
+    """Return the rounding of float32 sums of head_dim products, which grows with the logits."""
+    root = math.sqrt(layout.shape.head_dim)
+    return 4e-6 * max(1.0, (options.scale or 1 / root) * root)
+
+
+def test_attend_of_large_logits_in_a_group_of_13_equals_oracle() -> None:
+    """Drawn once by chance: the rows that fill no tile sum up all of head_dim in one lane, at a scale of 0.1."""
+    layout = make_layout(num_heads=39, num_kv_heads=3, head_dim=256, block_size=8, dtype=DType.FLOAT32)
+    check((layout, [112], [1], AttentionParams(scale=0.1), 1))
 
 
 def stored_case(backend: CpuBackend, case: Case) -> Case:
