@@ -47,6 +47,46 @@ def test_watched_backend_counts_and_times_its_kernels(backend):
     assert sum(of(samples, "pagedkv_kernel_launches_total").values()) == 3
 
 
+def test_memory_of_a_watched_backend_is_told_by_use_and_grows_with_the_work(backend):
+    _, metrics = make_metrics()
+    metrics.watch_backend(backend)
+    before = of(scrape(metrics), "pagedkv_backend_memory_bytes")
+    assert set(before) == {("working",), ("steps",), ("staging",)}
+    rows = np.ones((300, 64), np.float32)
+
+    def job():
+        gate = backend.from_host(rows)
+        return backend.to_host(backend.silu_mul(gate, gate))
+
+    result = backend.submit(job).result()
+    after = of(scrape(metrics), "pagedkv_backend_memory_bytes")
+    assert after["working",] - before["working",] >= result.nbytes == 300 * 64 * 4
+    if backend.name == "cuda":
+        assert after["staging",] >= rows.nbytes
+    assert all(after[use] >= size for use, size in before.items())
+
+
+def test_memory_of_a_repeated_step_is_that_of_steps(backend):
+    _, metrics = make_metrics()
+    metrics.watch_backend(backend)
+    rows = np.ones((300, 64), np.float32)
+
+    def job():
+        result = backend.repeat("step", [rows], lambda arrays: backend.silu_mul(*map(backend.from_host, arrays * 2)))
+        return backend.to_host(result).copy()
+
+    if backend.name == "cuda":
+        rows = rows[:30]
+    for _ in range(2):
+        backend.submit(job).result()
+    assert of(scrape(metrics), "pagedkv_backend_memory_bytes")["steps",] >= rows.nbytes
+
+
+def test_without_a_backend_its_memory_is_none():
+    _, metrics = make_metrics()
+    assert set(of(scrape(metrics), "pagedkv_backend_memory_bytes").values()) == {0}
+
+
 def test_times_on_cuda_are_the_devices_and_not_those_of_the_launch():
     """The virtual device's clock goes on by a millisecond from one event to the next, however long the host takes."""
     backend, driver = make_virtual_backend(KvLayout(KvShape(2, 4, 2, 64), 4, 16))
@@ -70,6 +110,8 @@ def test_times_on_cuda_are_the_devices_and_not_those_of_the_launch():
 
 def test_kernel_that_fails_is_timed_and_its_error_passes_through():
     class Failing:
+        memory_by_use = dict
+
         def attend(self):
             raise ValueError("no")
 
@@ -87,6 +129,8 @@ def test_kernel_that_fails_is_timed_and_its_error_passes_through():
 
 def test_error_of_a_kernel_passes_though_the_failed_device_cannot_be_timed_any_more():
     class Dead:
+        memory_by_use = dict
+
         def attend(self):
             raise ValueError("the reason")
 

@@ -230,6 +230,13 @@ class Backend(KvOps, DenseOps, Protocol):
         `done` is told the seconds that the device spent, when that work is complete and before the job's future is.
         """
 
+    def memory_by_use(self) -> dict[str, int]:
+        """Return the bytes held besides the pools, used or kept for the next use; may be asked on any thread.
+
+        "working": arrays of jobs, and weights where they are on the device; "steps": what repeated steps keep;
+        "staging": pinned host buffers on the way to the device.
+        """
+
     def from_host(self, array: npt.NDArray[Any]) -> Tensor:
         """Return the array as a tensor; the caller leaves the array unchanged until the job has completed."""
 

@@ -8,7 +8,7 @@ from typing import Final, Protocol
 from pagedkv.cache import Accounting, CacheManager, CacheStats, Usage
 from pagedkv.compute.layout import KvLayout
 from pagedkv.metrics.recorder import Recorder
-from pagedkv.metrics.registry import BACKEND, DTYPE, HOST_STATE, STATE
+from pagedkv.metrics.registry import BACKEND, BACKEND_USE, DTYPE, HOST_STATE, STATE
 
 Values = Mapping[tuple[str, ...], float]
 
@@ -62,6 +62,7 @@ class LiveCollector:
     def __init__(self, cache: CacheManager, layout: KvLayout, backend_name: str, recorder: Recorder) -> None:
         self.engine: EngineView | None = None
         self.is_healthy: Callable[[], bool] = lambda: self.engine is None or self.engine.is_healthy
+        self.backend_memory: Callable[[], Mapping[str, int]] = dict
         self._cache = cache
         self._layout = layout
         self._info = (BACKEND.bounded(backend_name), DTYPE.bounded(str(layout.shape.dtype)))
@@ -75,12 +76,17 @@ class LiveCollector:
             **_pool_gauges(usage, self._layout, self._info),
             **_host_gauges(usage, self._layout),
             **_accounting_gauges(accounting, usage, self._layout),
+            "pagedkv_backend_memory_bytes": self._backend_memory(),
             **self._engine_gauges(),
             **{
                 name: {labels: self._monotone(name, labels, value) for labels, value in values.items()}
                 for name, values in _counters(self._cache.stats).items()
             },
         }
+
+    def _backend_memory(self) -> Values:
+        memory = self.backend_memory()
+        return {(use,): memory.get(use, 0) for use in BACKEND_USE.values}
 
     def _engine_gauges(self) -> dict[str, Values]:
         stats = None if self.engine is None else self.engine.stats

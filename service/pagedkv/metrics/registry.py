@@ -74,6 +74,7 @@ COUNT_BUCKETS: Final = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.
 
 STATE: Final = Label("state", ("free", "cached", "private", "shared", "pinned", "in_flight"))
 HOST_STATE: Final = Label("state", ("free", "private", "shared"))
+BACKEND_USE: Final = Label("use", ("working", "steps", "staging"))
 HOST_USE: Final = Label("use", ("tokens", "tail", "free"))
 USE: Final = Label("use", ("tokens", "tail", "reserved", "cached", "held_back", "free"))
 POLICY: Final = Label("policy", ("max", "pow2", "oracle"))
@@ -195,6 +196,13 @@ _MEMORY = (
     _gauge("host_blocks", Section.MEMORY, "Host blocks by state; they sum to the host pool.", "blocks", (HOST_STATE,)),
     _gauge("host_state_bytes", Section.MEMORY, "The same in bytes.", "bytes", (HOST_STATE,)),
     _gauge("host_memory_bytes", Section.MEMORY, "Bytes of the host pool by use.", "bytes", (HOST_USE,)),
+    _gauge(
+        "backend_memory_bytes",
+        Section.MEMORY,
+        "Bytes that the backend holds besides the pools: arrays and device weights, repeated steps, pinned staging.",
+        "bytes",
+        (BACKEND_USE,),
+    ),
     _gauge("tokens", Section.MEMORY, "Tokens held, each once (physical) or once a sequence.", "tokens", (COUNTED,)),
     _counter("allocated_blocks", Section.MEMORY, "Blocks taken from the pool.", "blocks"),
     _counter("released_blocks", Section.MEMORY, "Blocks given back by their last holder.", "blocks"),

@@ -54,5 +54,6 @@ class ServiceMetrics:
         self._collector.is_healthy = is_healthy
 
     def watch_backend(self, backend: Any) -> None:
-        """Time the backend's kernels from now on."""
+        """Time the backend's kernels and show its memory from now on."""
         KernelTimer(backend, self.recorder)
+        self._collector.backend_memory = backend.memory_by_use

@@ -109,6 +109,10 @@ class CpuBackend(CpuKvOps, CpuDenseOps):
         started = time.perf_counter()
         return lambda: done(time.perf_counter() - started)
 
+    def memory_by_use(self) -> dict[str, int]:
+        """See `Backend.memory_by_use`."""
+        return {"working": self._buffers.kept_bytes, "steps": self._programs.kept_bytes, "staging": 0}
+
     def from_host(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Return the array itself."""
         return array

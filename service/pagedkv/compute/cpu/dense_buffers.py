@@ -30,7 +30,7 @@ class BufferPool:
     def __init__(self, kept_bytes: int = _KEPT_BYTES) -> None:
         self._limit = kept_bytes
         self._buffers: dict[int, list[npt.NDArray[np.uint8]]] = {}
-        self._kept_bytes = 0
+        self.kept_bytes = 0
 
     def take(self, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
         """Return an array of this shape; its memory is used again when the last view of it is gone."""
@@ -46,8 +46,8 @@ class BufferPool:
             if sys.getrefcount(buffer) <= _UNUSED:
                 return buffer
         fresh = np.empty(size + CACHE_LINE, np.uint8)
-        if self._kept_bytes + size <= self._limit:
-            self._kept_bytes += size
+        if self.kept_bytes + size <= self._limit:
+            self.kept_bytes += size
             known.append(fresh)
         return fresh
 

@@ -75,6 +75,11 @@ class Programs:
         self._programs: OrderedDict[Hashable, _Program | None] = OrderedDict()  # None: cannot be repeated
         self._buffers = BufferPool(kept_bytes=sys.maxsize)
 
+    @property
+    def kept_bytes(self) -> int:
+        """Memory of the recorded steps' arrays."""
+        return self._buffers.kept_bytes
+
     def run(self, shape: Hashable, inputs: Inputs, body: Body) -> Any:
         """Return body(inputs), by repeating its record if there is one. The result is valid until the next call."""
         key = (shape, tuple((array.shape, array.dtype) for array in inputs))

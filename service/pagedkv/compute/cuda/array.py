@@ -150,6 +150,7 @@ class PinnedMemory:
         self._free: dict[int, list[PinnedBuffer]] = {}
         self._all: list[int] = []
         self._lock = threading.Lock()
+        self.allocated_bytes = 0
 
     def take(self, nbytes: int) -> PinnedBuffer:
         """Return a buffer of at least `nbytes` bytes."""
@@ -161,6 +162,7 @@ class PinnedMemory:
         pointer = int(self._driver.call("cuMemHostAlloc", size, 0))
         with self._lock:
             self._all.append(pointer)
+            self.allocated_bytes += size
         return PinnedBuffer(pointer, size)
 
     def give_back(self, buffer: PinnedBuffer) -> None:

@@ -104,6 +104,11 @@ class CudaBackend(CudaDenseOps):
         """See `Backend.stopwatch`; by events on the compute stream."""
         return self.device.stopwatch(done)
 
+    def memory_by_use(self) -> dict[str, int]:
+        """See `Backend.memory_by_use`."""
+        staging = self.device.pinned.allocated_bytes
+        return {"working": self.device.allocated_bytes, "steps": self.graphs.allocated_bytes, "staging": staging}
+
     def from_host(self, array: npt.NDArray[Any]) -> DeviceArray:
         """See `Backend.from_host`."""
         return self.device.upload(array)

@@ -66,6 +66,11 @@ class Device:
         self.recording: Recording | None = None  # of the step that is running
         self.is_closed = False
 
+    @property
+    def allocated_bytes(self) -> int:
+        """Device memory of jobs' arrays and of weights, used or kept for the next use."""
+        return self._lasting.allocated_bytes
+
     def begin_job(self) -> None:
         """Forget the host arrays of the job before."""
         self._inputs, self._staged_bytes = {}, 0
