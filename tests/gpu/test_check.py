@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ import pytest
 from helpers.cuda import SMALL
 from pagedkv.errors import DeviceError, UnsupportedModel
 from tests.gpu import check, compare, cublas
+from tests.gpu.isolate import Clock, attempt, has_failed, run_tasks
+from tests.gpu.work import Work
 from virtual_gpu import VirtualDriver
 from virtual_gpu.cublas import VirtualCublas
 
@@ -49,34 +53,58 @@ def run_check_without(hidden: tuple[str, ...], out: Path) -> tuple[dict[str, Any
     done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(out.read_text())
-    assert len(result["virtual"]) > 90
-    assert all(row["ok"] for row in result["correctness"] + result["virtual"])
-    assert {row["what"] for row in result["times"]["rows"]} == {"decode", "prefill", "write_kv", "copy_blocks"}
+    assert len(result["operations"]) > 90
+    assert all(row["ok"] for row in result["correctness"] + result["operations"])
+    assert {row["what"] for row in result["rows"]} == {"decode", "prefill", "write_kv", "copy_blocks"}
     return result, done.stdout.rstrip().splitlines()
 
 
 def test_gpu_check_on_the_virtual_gpu_is_right_and_prints_its_table_last(tmp_path: Path):
     result, lines = run_check_without(HIDDEN, tmp_path / "check.json")
-    assert [row["tokens_per_second"] > 0 for row in result["generation"]["rows"]] == [True] * 3
+    assert [row["tokens_per_second"] > 0 for row in result["rows"] if "tokens_per_second" in row] == [True] * 3
     assert lines[-1].startswith("decode      2 at once")
     assert (tmp_path / "check.json").stat().st_size < 1 << 20
 
 
 def test_gpu_check_without_a_tokenizers_packages_says_so_and_measures_the_rest(tmp_path: Path):
     result, lines = run_check_without((*HIDDEN, "tokenizers", "jinja2"), tmp_path / "check.json")
-    assert "No module named" in result["generation"]["not_measured"]
+    assert "No module named" in result["not_measured"]["generation"]
     assert any(line.startswith("generation: not measured: ModuleNotFoundError") for line in lines)
 
 
-def test_attention_shapes_are_left_out_and_counted_when_the_time_is_up(capsys):
-    times = check.time_all(check.virtual_options(), True, check.Clock(-1.0))
-    assert {row["what"] for row in times["rows"]} == {"write_kv", "copy_blocks"}
-    check.print_report(
-        {"correctness": [], "virtual": [], "cublas": "", "times": times, "generation": {"not_measured": "no time"}}
-    )
-    printed = capsys.readouterr().out
-    assert "attention shapes left out, for the time was up: 2" in printed
-    assert "generation: not measured: no time" in printed
+def test_tasks_after_the_time_is_up_are_not_begun_and_no_failure():
+    answers = dict(run_tasks(["bandwidth", "attention 0"], lambda task: 1.0, Clock(-1.0)))
+    assert {answer["not_measured"] for answer in answers.values()} == {"the time was up"}
+    assert check.is_right(answers)
+    assert [row["seconds"] for row in check.assemble(answers, True)["rows"]] == [None, None]
+
+
+def misbehave(task: str) -> Any:
+    """A task that is right, or raises, or ends its process, or hangs; a failure spoils its process."""
+    if task == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if task == "hang":
+        time.sleep(1000)
+    if task.startswith("raise"):
+        misbehave.is_spoilt = True  # type: ignore[attr-defined]
+        raise (ImportError if task == "raise missing" else DeviceError)(task)
+    return "spoilt" if getattr(misbehave, "is_spoilt", False) else task
+
+
+def test_a_task_that_fails_crashes_or_hangs_costs_only_itself():
+    tasks = ["a", "die", "b", "raise", "c", "hang", "d"]
+    answers = dict(run_tasks(tasks, misbehave, Clock(60), most_seconds=2))
+    assert [answers[task] for task in "abcd"] == ["a", "b", "c", "d"]
+    assert answers["die"]["not_measured"] == "the process ended with code -9"
+    assert answers["raise"]["not_measured"].startswith("DeviceError: raise")
+    assert answers["hang"]["not_measured"] == "not done in 2 s"
+    assert [has_failed(answers[task]) for task in ("die", "raise", "hang", "a")] == [True, True, True, False]
+
+
+def test_what_is_missing_leaves_its_process_alive():
+    answers = dict(run_tasks(["raise missing", "a"], misbehave, Clock(60)))
+    assert answers["a"] == "spoilt"  # by the first task: so the same process
+    assert not has_failed(answers["raise missing"])
 
 
 @pytest.mark.skipif(os.path.exists("/dev/nvidiactl"), reason="this machine has a GPU driver")
@@ -87,9 +115,9 @@ def test_gpu_check_without_a_gpu_says_why():
 
 def test_a_result_that_differs_from_the_virtual_gpus_is_not_right(monkeypatch):
     rows = [{"operation": "add", "error": 1.0, "ok": False}]
-    assert check.is_right({"correctness": [], "virtual": []})
-    assert not check.is_right({"correctness": [], "virtual": rows})
-    assert not check.is_right({"correctness": [{"ok": False}], "virtual": []})
+    assert check.is_right({"operations": [], "bandwidth": 1.0})
+    assert not check.is_right({"operations": rows})
+    assert not check.is_right({"correctness 0": {"ok": False}})
     wanted = {"copy_blocks": np.zeros(4, np.uint8), "add": np.ones(3, np.float32), "attend tensor": np.ones(2)}
     given = {
         "copy_blocks": np.array([0, 0, 1, 0], np.uint8),
@@ -98,6 +126,15 @@ def test_a_result_that_differs_from_the_virtual_gpus_is_not_right(monkeypatch):
     }
     monkeypatch.setattr(compare, "results", lambda options: options)
     assert [row["ok"] for row in compare.compare(given, wanted)] == [False, False, True]
+
+
+def test_a_reference_file_stands_for_the_virtual_gpu(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(compare, "results", lambda options: {"add": np.ones(3, np.float32)})
+    path = tmp_path / "reference.npz"
+    assert check.main(["--save-reference", str(path)]) == 0
+    monkeypatch.setattr(compare, "results", lambda options: {"add": np.full(3, 2, np.float32)})
+    rows = Work(virtual=True, reference=path).perform("operations")
+    assert rows == [{"operation": "add", "error": 1.0, "ok": False}]
 
 
 @pytest.mark.parametrize(
@@ -113,9 +150,10 @@ def test_a_part_that_is_not_there_is_no_failure_but_one_that_fails_is(error, is_
     def work():
         raise error
 
-    part = check.attempt(work)
+    part = attempt(work)
     assert str(error) in part["not_measured"]
-    assert check.is_right({"correctness": [], "virtual": [], "generation": part}) == is_right
+    assert check.is_right({"generation": part}) == is_right
+    assert check.is_right({"sdpa 0": part})  # a peer's failure is not ours
 
 
 class FakeLibrary:

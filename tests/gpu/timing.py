@@ -76,32 +76,40 @@ def attend_seconds(problem: Problem, flush_bytes: int, repeats: int, **backend_o
     return _run(backend, job)
 
 
-def pool_seconds(
-    problem: Problem, flush_bytes: int, repeats: int, **backend_options: Any
-) -> dict[str, tuple[float, float, int]]:
-    """Return the times of write_kv and copy_blocks over a whole pool, shuffled and in order, and the bytes they move.
-
-    Bytes moved are those read and those written. In order, neighbours go to neighbours.
-    """
+def write_seconds(problem: Problem, flush_bytes: int, repeats: int, **backend_options: Any) -> list[float]:
+    """Return the times of write_kv over a whole pool, shuffled and in order, and the bytes it reads and writes."""
     backend = CudaBackend(problem.layout, **backend_options)
     layout = backend.layout
-    num_slots, half = layout.num_blocks * layout.block_size, layout.num_blocks // 2
+    num_slots = layout.num_blocks * layout.block_size
 
-    def job() -> dict[str, tuple[float, float, int]]:
+    def job() -> list[float]:
         _clear_pool(backend)
         shape = layout.shape
         rows = backend.from_host(np.zeros((num_slots, shape.num_kv_heads, shape.head_dim), np.float16))
-        order, rng = np.arange(num_slots), np.random.default_rng(0)
-        slots = rng.permutation(num_slots)
-        targets = [half + int(index) for index in rng.permutation(half)]
+        order = np.arange(num_slots)
+        slots = np.random.default_rng(0).permutation(num_slots)
         timer = Timer(backend.device, flush_bytes, repeats)
-        writes = [timer.median(lambda at=at: backend.write_kv(0, rows, rows, at)) for at in (slots, order)]
+        times = [timer.median(lambda at=at: backend.write_kv(0, rows, rows, at)) for at in (slots, order)]
+        return [*times, 2 * layout.pool_bytes]
+
+    return _run(backend, job)
+
+
+def copy_seconds(problem: Problem, flush_bytes: int, repeats: int, **backend_options: Any) -> list[float]:
+    """Return the times of copy_blocks over half a pool, shuffled and in order, and the bytes it reads and writes.
+
+    In order, neighbours go to neighbours.
+    """
+    backend = CudaBackend(problem.layout, **backend_options)
+    half = backend.layout.num_blocks // 2
+
+    def job() -> list[float]:
+        _clear_pool(backend)
+        targets = [half + int(index) for index in np.random.default_rng(0).permutation(half)]
+        timer = Timer(backend.device, flush_bytes, repeats)
         pairs = (list(enumerate(targets)), [(index, half + index) for index in range(half)])
-        copies = [timer.median(lambda at=at: backend.copy_blocks(at)) for at in pairs]
-        return {
-            "write_kv": (writes[0], writes[1], 2 * layout.pool_bytes),
-            "copy_blocks": (copies[0], copies[1], 2 * half * layout.block_bytes),
-        }
+        times = [timer.median(lambda at=at: backend.copy_blocks(at)) for at in pairs]
+        return [*times, 2 * half * backend.layout.block_bytes]
 
     return _run(backend, job)
 
