@@ -53,15 +53,15 @@ def damage_index(cache):
 
 
 def damage_tokens(cache):
-    cache._sequences["a"].token_ids[0] = 77
+    cache._sequences.find("a").token_ids[0] = 77
 
 
 def damage_table(cache):
-    cache._sequences["a"].table[2] = 3
+    cache._sequences.find("a").table[2] = 3
 
 
 def damage_table_range(cache):
-    cache._sequences["a"].table[2] = 999
+    cache._sequences.find("a").table[2] = 999
 
 
 def damage_sum(cache):

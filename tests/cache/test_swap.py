@@ -297,7 +297,7 @@ def test_audit_finds_and_repairs_damage_to_the_host_pool(damage):
         case "twin":
             host.host_of[60] = next(iter(host.holders))
         case "table":
-            cache._sequences[names[0]].host_table[2] = 99
+            cache._sequences.find(names[0]).host_table[2] = 99
         case "sums":
             host.num_tokens += 1
     assert not cache.audit().ok

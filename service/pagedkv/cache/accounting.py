@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pagedkv.cache.block import BlockState
+from pagedkv.cache.block import BlockState, Usage
 from pagedkv.cache.block_pool import BlockPool
 from pagedkv.cache.ledger import Ledger
 
@@ -99,6 +99,27 @@ def _longest_run(eroded: list[int]) -> int:
         if shorter:
             current, length = shorter, length + (1 << k)
     return length
+
+
+def count_usage(pool: BlockPool, ledger: Ledger) -> Usage:
+    """Return the blocks of both pools by state."""
+    host = pool.host
+    return Usage(
+        free=len(pool.free),
+        cached=len(pool.cached),
+        private=pool.num_held - len(pool.shared),
+        shared=len(pool.shared),
+        pinned=pool.num_pinned,
+        in_flight=pool.num_in_flight,
+        total=pool.num_blocks,
+        num_tokens=ledger.num_tokens,
+        host_free=len(host.free),
+        host_private=len(host.holders) - host.num_shared,
+        host_shared=host.num_shared,
+        host_total=host.num_blocks,
+        num_swapped=host.num_sequences,
+        swapped_tokens=host.num_tokens,
+    )
 
 
 def account(pool: BlockPool, ledger: Ledger, *, num_sequences: int, block_size: int, sequence_limit: int) -> Accounting:

@@ -12,28 +12,21 @@ from array import array
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
-from pagedkv.cache.accounting import Accounting, account
+from pagedkv.cache.accounting import Accounting, account, count_usage
 from pagedkv.cache.audit import AuditReport, audit, begin_audit
 from pagedkv.cache.block import CacheStats, Usage
 from pagedkv.cache.block_hash import NO_EXTRAS, BlockHash, PrefixExtras, hash_block, pack_token_ids
 from pagedkv.cache.block_pool import BlockPool, CacheObserver, FlushResult
 from pagedkv.cache.host_pool import HostPool
 from pagedkv.cache.ledger import Ledger
+from pagedkv.cache.live import LiveSequences, check_unique
 from pagedkv.cache.prefix_index import PrefixIndex
 from pagedkv.cache.reservations import Reservations, check_layers_equal
 from pagedkv.cache.sequence import Allocation, Reservation, ReserveRequest, Sequence, SequenceView
 from pagedkv.cache.swap import SwapNeed, Swapper, SwapPlan
 from pagedkv.config import CacheConfig, require
-from pagedkv.errors import (
-    InvalidArgument,
-    OutOfBlocks,
-    SequenceExists,
-    SequenceNotFound,
-    SequenceSwapped,
-    SequenceTooLong,
-)
+from pagedkv.errors import OutOfBlocks, SequenceTooLong
 
-MAX_ID_LENGTH = 256
 _ROOT_BYTES = 32
 
 
@@ -62,7 +55,7 @@ class CacheManager:
             block_size=config.block_size,
             sequence_limit=config.sequence_limit,
         )
-        self._sequences: dict[str, Sequence] = {}
+        self._sequences = LiveSequences()
         self._root = os.urandom(_ROOT_BYTES) if config.hash_root is None else config.hash_root
         self._block_size = config.block_size
         self._sequence_limit = config.sequence_limit
@@ -83,7 +76,7 @@ class CacheManager:
         `token_ids` may reach beyond what will be written. A prompt computed again after a preemption says so, as its
         hits are counted apart. Raises InvalidArgument, SequenceExists, SequenceTooLong.
         """
-        self._check_new_id("sequence_id", sequence_id)
+        self._sequences.check_new("sequence_id", sequence_id)
         known = array("i") if token_ids is None else pack_token_ids(token_ids)
         self._check_length(len(known))
         now = self._clock()
@@ -102,7 +95,7 @@ class CacheManager:
         sequence.length = num_cached
         self.ledger.set_pow2(sequence)
         sequence.uncounted = None if token_ids is None else (len(known), num_cached, is_recompute)
-        self._sequences[sequence_id] = sequence
+        self._sequences.add(sequence)
         return Allocation(sequence_id, num_cached)
 
     def probe_prefix(self, token_ids: SequenceOf[int], extras: PrefixExtras = NO_EXTRAS) -> int:
@@ -118,8 +111,8 @@ class CacheManager:
         Raises SequenceNotFound, SequenceExists, SequenceSwapped, PositionMismatch while the parent's layers differ in
         length, and InvalidArgument while the parent has an open reservation.
         """
-        parent = self._resident_sequence("parent_id", parent_id)
-        self._check_new_id("child_id", child_id)
+        parent = self._sequences.find_idle("parent_id", parent_id)
+        self._sequences.check_new("child_id", child_id)
         check_layers_equal(parent)
         child = Sequence(child_id, parent.extras, parent.chain_root, self._clock())
         child.table = parent.table[:]
@@ -136,7 +129,7 @@ class CacheManager:
         self.ledger.logical_tokens += child.length
         self.ledger.claimed_tokens += child.length
         self.ledger.set_pow2(child)
-        self._sequences[child_id] = child
+        self._sequences.add(child)
 
     def truncate(self, sequence_id: str, num_tokens: int) -> None:
         """Give tokens back: every layer keeps at most the first `num_tokens`.
@@ -144,7 +137,7 @@ class CacheManager:
         Raises SequenceNotFound, SequenceSwapped, and InvalidArgument beyond the sequence's length or with an open
         reservation.
         """
-        sequence = self._resident_sequence("sequence_id", sequence_id)
+        sequence = self._sequences.find_idle("sequence_id", sequence_id)
         written = sequence.written
         require(0 <= num_tokens <= written, "num_tokens", f"must be in [0, {written}]", num_tokens, written)
         sequence.touched_at = now = self._clock()
@@ -162,12 +155,11 @@ class CacheManager:
 
     def free(self, sequence_id: str) -> None:
         """End a sequence; an open reservation of it is void. Raises SequenceNotFound."""
-        self._free(self._find(sequence_id), self._clock())
+        self._free(self._sequences.find(sequence_id), self._clock())
 
     def free_batch(self, sequence_ids: SequenceOf[str]) -> None:
         """End all of these sequences or none. Raises SequenceNotFound, InvalidArgument for one named twice."""
-        _check_unique("sequence_ids", sequence_ids)
-        sequences = [self._find(sequence_id) for sequence_id in sequence_ids]
+        sequences = self._sequences.find_all(sequence_ids)
         now = self._clock()
         for sequence in sequences:
             self._free(sequence, now)
@@ -181,7 +173,7 @@ class CacheManager:
         alone. Raises SequenceNotFound, OutOfHostBlocks, SwapUnavailable without a host pool, and InvalidArgument for
         one named twice or with an open reservation.
         """
-        sequences = [sequence for sequence in self._closed_sequences(sequence_ids) if sequence.host_table is None]
+        sequences = [found for found in self._sequences.find_all_closed(sequence_ids) if found.host_table is None]
         return self._swapper.swap_out(sequences, self._clock())
 
     def swap_in(self, sequence_ids: SequenceOf[str], next_tokens: int = 1) -> SwapPlan:
@@ -191,14 +183,14 @@ class CacheManager:
         pool can also give what each sequence's `next_tokens` need. Those that are not swapped out are left alone.
         Raises SequenceNotFound, OutOfBlocks, and InvalidArgument for one named twice.
         """
-        sequences = [sequence for sequence in self._closed_sequences(sequence_ids) if sequence.host_table is not None]
+        sequences = [found for found in self._sequences.find_all_closed(sequence_ids) if found.host_table is not None]
         need = self._swapper.need(sequences, next_tokens)
         self._check_available(need.total)
         return self._swapper.swap_in(sequences, self._clock())
 
     def swap_in_need(self, sequence_id: str, next_tokens: int = 1) -> SwapNeed:
         """Return what swapping a sequence in would take now. Raises SequenceNotFound."""
-        sequence = self._find(sequence_id)
+        sequence = self._sequences.find(sequence_id)
         return self._swapper.need((sequence,) if sequence.host_table is not None else (), next_tokens)
 
     # -- tokens -------------------------------------------------------------------------------------------------
@@ -223,9 +215,9 @@ class CacheManager:
         or layer out of range, or token ids that contradict known ones.
         """
         if len({request[0] for request in requests}) != len(requests):
-            _check_unique("requests", [request[0] for request in requests])
+            check_unique("requests", [request[0] for request in requests])
         unshared: dict[int, int] = {}
-        find, plan = self._find, self._reservations.plan
+        find, plan = self._sequences.find, self._reservations.plan
         plans = [plan(find(request[0]), request, unshared) for request in requests]
         now = self._clock()
         fresh: list[int] = []
@@ -244,43 +236,43 @@ class CacheManager:
     def commit_batch(self, reservations: SequenceOf[Reservation]) -> None:
         """Mark the tokens of all reservations written, or of none. Blocks full in all layers become findable."""
         if len({reservation[0] for reservation in reservations}) != len(reservations):
-            _check_unique("reservations", [reservation[0] for reservation in reservations])
-        sequences = [self._open_sequence(reservation) for reservation in reservations]
+            check_unique("reservations", [reservation[0] for reservation in reservations])
+        sequences = [self._sequences.find_open(reservation) for reservation in reservations]
         now, commit = self._clock(), self._reservations.commit
         for sequence in sequences:
             commit(sequence, now)
 
     def cancel(self, reservation: Reservation) -> None:
         """Give a reservation's blocks back. Raises InvalidArgument if it is not open."""
-        sequence = self._open_sequence(reservation)
+        sequence = self._sequences.find_open(reservation)
         self._reservations.cancel(sequence, self._clock())
 
     # -- reading ------------------------------------------------------------------------------------------------
 
     def sequence(self, sequence_id: str) -> SequenceView:
         """Return a sequence as it is now. Raises SequenceNotFound."""
-        return self._find(sequence_id).view(self.config.num_layers)
+        return self._sequences.find(sequence_id).view(self.config.num_layers)
 
     def block_table(self, sequence_id: str) -> array[int]:
         """Return a copy of a sequence's block ids as int32, reserved blocks included.
 
         Raises SequenceNotFound, SequenceSwapped.
         """
-        return self._resident(self._find(sequence_id)).table[:]
+        return self._sequences.find_resident(sequence_id).table[:]
 
     def check_resident(self, sequence_ids: SequenceOf[str]) -> None:
         """Raise SequenceNotFound or SequenceSwapped unless all of these sequences are on the device."""
         for sequence_id in sequence_ids:
-            self._resident(self._find(sequence_id))
+            self._sequences.find_resident(sequence_id)
 
     def length(self, sequence_id: str, layer: int | None = None) -> int:
         """Return the tokens committed in `layer`, or in all layers. Raises SequenceNotFound."""
         self._check_layer(layer)
-        return self._find(sequence_id).layer_length(layer)
+        return self._sequences.find(sequence_id).layer_length(layer)
 
     def sequence_ids(self) -> list[str]:
         """Return the ids of all live sequences, the oldest first."""
-        return list(self._sequences)
+        return self._sequences.ids()
 
     def num_available(self) -> int:
         """Return the blocks that can be taken now: free ones, and cached ones by eviction."""
@@ -288,23 +280,7 @@ class CacheManager:
 
     def usage(self) -> Usage:
         """Return the blocks by state."""
-        pool, host = self.pool, self.host
-        return Usage(
-            free=len(pool.free),
-            cached=len(pool.cached),
-            private=pool.num_held - len(pool.shared),
-            shared=len(pool.shared),
-            pinned=pool.num_pinned,
-            in_flight=pool.num_in_flight,
-            total=pool.num_blocks,
-            num_tokens=self.ledger.num_tokens,
-            host_free=len(host.free),
-            host_private=len(host.holders) - host.num_shared,
-            host_shared=host.num_shared,
-            host_total=host.num_blocks,
-            num_swapped=host.num_sequences,
-            swapped_tokens=host.num_tokens,
-        )
+        return count_usage(self.pool, self.ledger)
 
     def accounting(self) -> Accounting:
         """Return where the memory is and why."""
@@ -324,51 +300,19 @@ class CacheManager:
 
     def audit(self) -> AuditReport:
         """Recompute everything from the block tables, compare, and repair; blocks in doubt are never given out."""
-        return audit(self.pool, self.ledger, list(self._sequences.values()), self._index.hash_block)
+        return audit(self.pool, self.ledger, list(self._sequences), self._index.hash_block)
 
     def begin_audit(self) -> Callable[[], bool]:
         """Return an audit of the cache as it is now, to be run on any thread; it tells whether everything agreed.
 
         Copying 100,000 blocks takes about a tenth of the time of an audit. It repairs nothing.
         """
-        return begin_audit(self.pool, self.ledger, list(self._sequences.values()), self._index.hash_block)
+        return begin_audit(self.pool, self.ledger, list(self._sequences), self._index.hash_block)
 
     # -- private ------------------------------------------------------------------------------------------------
 
-    def _find(self, sequence_id: str) -> Sequence:
-        sequence = self._sequences.get(sequence_id)
-        if sequence is None:
-            raise SequenceNotFound(sequence_id)
-        return sequence
-
-    def _closed_sequence(self, field: str, sequence_id: str) -> Sequence:
-        sequence = self._find(sequence_id)
-        if sequence.open is not None:
-            raise InvalidArgument("the sequence has an open reservation", field=field)
-        return sequence
-
-    def _closed_sequences(self, sequence_ids: SequenceOf[str]) -> list[Sequence]:
-        _check_unique("sequence_ids", sequence_ids)
-        return [
-            self._closed_sequence(f"sequence_ids[{at}]", sequence_id) for at, sequence_id in enumerate(sequence_ids)
-        ]
-
-    def _resident_sequence(self, field: str, sequence_id: str) -> Sequence:
-        return self._resident(self._closed_sequence(field, sequence_id))
-
-    def _resident(self, sequence: Sequence) -> Sequence:
-        if sequence.host_table is not None:
-            raise SequenceSwapped(sequence.sequence_id)
-        return sequence
-
-    def _open_sequence(self, reservation: Reservation) -> Sequence:
-        sequence = self._sequences.get(reservation[0])
-        if sequence is None or sequence.open is not reservation:
-            raise InvalidArgument("the reservation is not open", field="reservation", sequence_id=reservation[0])
-        return sequence
-
     def _free(self, sequence: Sequence, now: float) -> None:
-        del self._sequences[sequence.sequence_id]
+        self._sequences.remove(sequence)
         if sequence.host_table is not None:
             self._swapper.forget(sequence)
             return
@@ -378,12 +322,6 @@ class CacheManager:
         ledger.pow2_tokens -= sequence.pow2
         self._reservations.void(sequence, now)
         ledger.leave_all(sequence, 0, now)
-
-    def _check_new_id(self, field: str, sequence_id: str) -> None:
-        valid = isinstance(sequence_id, str) and 0 < len(sequence_id) <= MAX_ID_LENGTH
-        require(valid, field, f"must be a text of 1 to {MAX_ID_LENGTH} characters", sequence_id, MAX_ID_LENGTH)
-        if sequence_id in self._sequences:
-            raise SequenceExists(sequence_id)
 
     def _check_length(self, num_tokens: int) -> None:
         if num_tokens > self._sequence_limit:
@@ -398,10 +336,3 @@ class CacheManager:
         if needed > pool.num_available:
             self.stats.failed_allocations += 1
             raise OutOfBlocks(needed=needed, free=pool.num_available, evictable=len(pool.cached), total=pool.num_blocks)
-
-
-def _check_unique(field: str, sequence_ids: SequenceOf[str]) -> None:
-    seen: set[str] = set()
-    for index, sequence_id in enumerate(sequence_ids):
-        require(sequence_id not in seen, f"{field}[{index}]", "names a sequence twice", sequence_id)
-        seen.add(sequence_id)
