@@ -40,13 +40,13 @@ class Prometheus:
 
     def get(self, path, **parameters):
         url = f"{self._url}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
-        with urllib.request.urlopen(url, timeout=10) as response:
+        with urllib.request.urlopen(url, timeout=60) as response:
             return json.load(response)["data"]
 
     def query(self, expression):
         return self.get("query", query=expression)["result"]
 
-    def wait_for(self, is_there, what, seconds=30):
+    def wait_for(self, is_there, what, seconds=120):
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             try:
@@ -58,6 +58,21 @@ class Prometheus:
         raise AssertionError(f"no {what} within {seconds} s")
 
 
+def start_prometheus(folder, log):
+    """Return a ready Prometheus and its reader; another program may take the free port before it, so tries some."""
+    for _ in range(5):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        command = ["prometheus", f"--web.listen-address=127.0.0.1:{port}", f"--storage.tsdb.path={folder}/data"]
+        process = subprocess.Popen([*command, f"--config.file={folder}/prometheus.yml"], stderr=log, stdout=log)
+        reader = Prometheus(port)
+        reader.wait_for(lambda p=process, r=reader: p.poll() is not None or r.query("vector(1)"), "start of Prometheus")
+        if process.poll() is None:
+            return process, reader
+    raise AssertionError(f"Prometheus does not start; see {folder}/log")
+
+
 @pytest.fixture(scope="module")
 def prometheus(service, tmp_path_factory):
     """A Prometheus that has seen some seconds of mixed load, and the number of the load's rounds."""
@@ -67,24 +82,19 @@ def prometheus(service, tmp_path_factory):
         shutil.copy(PROMETHEUS / name, folder)
     target = service.metrics_url.removeprefix("http://")
     (folder / "prometheus.yml").write_text(yaml.safe_dump(prometheus_config(target, "1s")))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = ["prometheus", f"--web.listen-address=127.0.0.1:{port}", f"--storage.tsdb.path={folder}/data"]
     log = (folder / "log").open("w")
-    process = subprocess.Popen([*command, f"--config.file={folder}/prometheus.yml"], stderr=log, stdout=log)
+    process, reader = start_prometheus(folder, log)
     try:
-        reader = Prometheus(port)
         with MixedLoad(service.address, crowd=True) as load:
             preempted = 'pagedkv_num_preemptions_total{mode="swap"} > 0'
-            reader.wait_for(lambda: reader.query(preempted), f"preemption by swap; see {folder}/log", 90)
+            reader.wait_for(lambda: reader.query(preempted), f"preemption by swap; see {folder}/log")
             ready = "count_over_time(pagedkv:slow_first_tokens:ratio_rate5m[1m]) > 2"
             reader.wait_for(lambda: reader.query(ready), f"data; see {folder}/log")
             reader.rounds = load.rounds
             yield reader
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(60)
         log.close()
 
 

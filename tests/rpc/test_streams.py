@@ -113,7 +113,10 @@ def test_no_streams_at_all_is_refused():
 
 
 async def test_long_stream_keeps_no_message_gr_18(backend):
-    """Messages of 16 KiB each way; the kept ones would be 64 MiB, on the slow virtual GPU 8 MiB."""
+    """Messages of 16 KiB each way; the kept ones would be 64 MiB, on the slow virtual GPU 8 MiB, in every round.
+
+    Other memory of the process grows too, but not in each of three rounds.
+    """
     count = 2_000 if backend == "cpu" else 250
     async with running() as client, client.step() as step:
         queries, process = make_queries(16), psutil.Process()
@@ -125,7 +128,12 @@ async def test_long_stream_keeps_no_message_gr_18(backend):
             return process.memory_info().rss
 
         before = await send(count // 10)
-        assert await send(count) - before < count * 10 * 2**10
+        for _ in range(3):
+            after = await send(count)
+            grown, before = after - before, after
+            if grown < count * 10 * 2**10:
+                return
+        raise AssertionError(f"{grown} bytes more after {count} messages, for the third time")
 
 
 @on_each_backend
