@@ -28,7 +28,7 @@ from pagedkv.compute.cpu.attention_plan import AttentionPlan, PlanLimits, make_p
 from pagedkv.compute.cpu.attention_replay import AttentionReplays
 from pagedkv.compute.cpu.compile_cache import Kernel, compile_kernel
 from pagedkv.compute.cpu.features import Isa, has_byte_dots
-from pagedkv.compute.cpu.threads import WorkerPool
+from pagedkv.compute.cpu.threads import WorkerPool, address_of
 from pagedkv.compute.layout import KvLayout
 from pagedkv.dtypes import DType
 
@@ -50,6 +50,7 @@ _LONG_UNIT_ROWS: Final = 256  # on a long context, as far as queries, scores and
 _LONG_UNIT_ELEMENTS: Final = 1 << 15
 _CHUNK_TOKENS: Final = {4: 64, 2: 128, 1: 128}  # by the bytes of an element
 _NO_WINDOW: Final = 1 << 40
+_CALL_WORDS: Final = slice(at.POOL // 8, at.LSE // 8 + 1)  # what differs between two layers of a step
 _LOG2_E: Final = math.log2(math.e)
 _SOURCES: Final = tuple(
     str(module.__file__)
@@ -99,6 +100,7 @@ class Attention:
         self._lock = threading.Lock()
         self._layer_bytes = layout.layer_stride * layout.shape.dtype.itemsize
         self._fixed_args = self._make_fixed_args()
+        self._template: tuple[AttentionPlan, tuple[float | None, float | None], npt.NDArray[np.int64]] | None = None
         self._replays = AttentionReplays(self._renew_plan)
 
     def run(
@@ -131,13 +133,19 @@ class Attention:
         empty = _empty if recording is None else recording.take
         output, lse = empty(queries.shape), empty(queries.shape[:2])
         if len(plan.records):
-            counters = plan.counters.copy()
             slopes, sinks = _in_log2(params.alibi_slopes), _in_log2(params.sinks)
-            args = self._args(layer, queries, params, plan)
-            args[at.OUTPUT // 8], args[at.LSE // 8] = output.ctypes.data, lse.ctypes.data
-            args[at.COUNTERS // 8] = counters.ctypes.data
-            args[at.SLOPES // 8] = 0 if slopes is None else slopes.ctypes.data
-            args[at.SINKS // 8] = 0 if sinks is None else sinks.ctypes.data
+            args = self._args(params, plan)
+            args[_CALL_WORDS] = (
+                self._pool_address + layer * self._layer_bytes,
+                address_of(queries),
+                ARRAY_KINDS[queries.dtype],
+                address_of(output),
+                address_of(lse),
+            )
+            if slopes is not None:
+                args[at.SLOPES // 8] = address_of(slopes)
+            if sinks is not None:
+                args[at.SINKS // 8] = address_of(sinks)
             self._workers.run(self._kernel, args, (slopes, sinks))
             if recording is not None:
                 self._replays.note(recording, batch, params.window, args)
@@ -152,22 +160,25 @@ class Attention:
         self._partials_address(plan.partial_queries)
         return plan, self._partials
 
-    def _args(
-        self, layer: int, queries: npt.NDArray[Any], params: AttentionParams, plan: AttentionPlan
-    ) -> npt.NDArray[np.int64]:
-        shape = self._layout.shape
-        args = self._fixed_args.copy()
-        scale = shape.head_dim**-0.5 if params.scale is None else params.scale
+    def _args(self, params: AttentionParams, plan: AttentionPlan) -> npt.NDArray[np.int64]:
+        """Return argument words, all but _CALL_WORDS and what only some calls have, with the plan's counters behind."""
+        chosen = params.scale, params.soft_cap
+        if self._template is None or self._template[0] is not plan or self._template[1] != chosen:
+            self._template = plan, chosen, self._make_args(params, plan)
+        args = self._template[2].copy()
+        args[at.COUNTERS // 8] = address_of(args) + 8 * at.NUM_WORDS
+        return args
+
+    def _make_args(self, params: AttentionParams, plan: AttentionPlan) -> npt.NDArray[np.int64]:
+        args = np.concatenate([self._fixed_args, plan.counters])
+        scale = self._layout.shape.head_dim**-0.5 if params.scale is None else params.scale
         floats = args.view(np.float64)
         floats[at.SCORE_SCALE // 8] = scale / params.soft_cap if params.soft_cap else scale * _LOG2_E
         floats[at.SOFT_CAP // 8] = params.soft_cap * _LOG2_E if params.soft_cap else 0.0
         args[1] = plan.num_items
         args[at.NUM_CLAIMED_EARLY // 8] = plan.num_claimed_early
-        args[at.POOL // 8] += layer * self._layer_bytes
-        args[at.QUERIES // 8] = queries.ctypes.data
-        args[at.QUERY_KIND // 8] = ARRAY_KINDS[queries.dtype]
-        args[at.ITEMS // 8] = plan.records.ctypes.data
-        args[at.WINDOW // 8] = _NO_WINDOW if params.window is None else params.window
+        args[at.ITEMS // 8] = address_of(plan.records)
+        args[at.WINDOW // 8] = _NO_WINDOW if plan.window is None else plan.window
         args[at.PARTIALS // 8] = self._partials_address(plan.partial_queries)
         return args
 
@@ -176,7 +187,6 @@ class Attention:
         layout, shape = self._layout, self._layout.shape
         item = shape.dtype.itemsize
         words = {
-            at.POOL: self._pool_address,
             at.NUM_KV_HEADS: shape.num_kv_heads,
             at.GROUP_SIZE: shape.group_size,
             at.HEAD_DIM: shape.head_dim,
@@ -200,7 +210,8 @@ class Attention:
         needed = partial_queries * shape.num_heads * (shape.head_dim + 2)
         if self._partials.size < needed:
             self._partials = np.zeros(needed, np.float32)
-        return self._partials.ctypes.data
+            self._template = None
+        return address_of(self._partials)
 
 
 def _in_log2(values: npt.NDArray[Any] | None) -> npt.NDArray[np.float32] | None:

@@ -106,7 +106,7 @@ def _has_nan(array: npt.NDArray[Any]) -> bool:
     if not array.size:
         return False
     if array.dtype == np.float32:
-        return bool(np.isnan(array.min()))
+        return math.isnan(np.minimum.reduce(array, axis=None))
     infinity = 0x7C00 if array.dtype == np.float16 else 0x7F80
     return bool((array.view(np.uint16) & 0x7FFF).max() > infinity)
 
