@@ -26,6 +26,7 @@ from pagedkv.errors import DeviceError, Draining, OutOfBlocks, PagedKvError, Quo
 from pagedkv.model import Decoder, ModelConfig, StepInput, Tokenizer
 
 _log = logging.getLogger(__name__)
+_LAUNCH_SECONDS = 0.001  # a job launches its kernels within this time
 _BLOCKED_POLL_SECONDS = 0.02  # how soon to look again when other holders of the pool keep every request waiting
 
 
@@ -226,10 +227,10 @@ class Engine:
     def _forward(self, step: StepInput) -> FloatArray:
         """Run the model inside a backend job.
 
-        What the last step produced is delivered now and not sooner: messages and figures need the interpreter,
-        without which the job could not start.
+        What the last step produced is delivered when the kernels run, at the latest with this step's end: messages and
+        figures need the interpreter, without which the job could not launch them.
         """
-        self._loop.call_soon_threadsafe(self._outbox.deliver)
+        self._loop.call_soon_threadsafe(self._loop.call_later, _LAUNCH_SECONDS, self._outbox.deliver)
         return self._backend.to_host(self._decoder.forward(step))
 
     async def _completion(self, future: Future[FloatArray]) -> FloatArray:
