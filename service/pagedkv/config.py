@@ -10,7 +10,7 @@ from pagedkv.errors import InvalidArgument
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
 PREEMPTION_MODES = ("recompute", "swap")
-ACTIVATIONS = ("float32", "int16")  # what linear layers on the CPU may round their inputs to
+ACTIVATIONS = ("float32", "int16", "int8")  # what linear layers on the CPU may round their inputs to
 
 
 def require(condition: bool, field: str, message: str, value: object, limit: object = None) -> None:

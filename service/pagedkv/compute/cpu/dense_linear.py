@@ -10,9 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from pagedkv.compute.backend import Float32Array, Int32Array, WeightData
-from pagedkv.compute.cpu import dense_int16, dense_int16_tiles, dense_kernels, dense_rows, dense_tiles
+from pagedkv.compute.cpu import dense_integer, dense_integer_tiles, dense_kernels, dense_rows, dense_tiles
 from pagedkv.compute.cpu.compile_cache import Kernel
 from pagedkv.compute.cpu.dense_buffers import CACHE_LINE
+from pagedkv.compute.cpu.dense_rounding import BLOCK_INPUTS, ROUNDINGS
 from pagedkv.compute.cpu.dense_runtime import ROUNDED_ROWS, SERIAL_ELEMENTS, DenseRuntime
 from pagedkv.compute.cpu.features import Isa
 from pagedkv.compute.cpu.quant import StorageKind, check_weight
@@ -43,7 +44,7 @@ class CpuWeight:
 
 @dataclass(frozen=True, slots=True)
 class RoundedRows:
-    """Activations of `shape` as blocks of int16 with their scales: what linear layers over integer weights read."""
+    """Activations of `shape` as blocks of integers with their scales: what linear layers over integer weights read."""
 
     blocks: Float32Array  # memory of that size
     shape: tuple[int, int]
@@ -52,23 +53,25 @@ class RoundedRows:
 class CpuLinearOps(DenseRuntime):
     """Linear layers whose every dot product is summed in one order: a row never depends on the rows beside it.
 
-    `activations` "int16" rounds the inputs of layers over Q4_0, Q4_1 and Q8_0 to int16, relative to the largest of 32
-    neighbours, where the machine has instructions for it; elsewhere it changes nothing.
+    `activations` "int16" and "int8" round the inputs of layers over Q4_0, Q4_1 and Q8_0, relative to the largest of 32
+    neighbours, where the machine has instructions for it; elsewhere they change nothing.
     """
 
     def __init__(self, isa: Isa, workers: WorkerPool, *, activations: str = "float32") -> None:
         require(activations in ACTIVATIONS, "activations", f"must be one of {ACTIVATIONS}", activations, ACTIVATIONS)
-        super().__init__(isa, workers)
-        self._is_int16 = activations == "int16" and dense_int16.is_int16_usable(isa)
+        rounding = ROUNDINGS[activations] if activations in ROUNDINGS and dense_integer.has_integer_dots(isa) else None
+        super().__init__(isa, workers, rounding)
         self._kinds: set[str] = set()
         self._panels: list[Float32Array] = []
 
     def linear_kernel_names(self) -> list[str]:
         """Return the kernels that the weights loaded so far need."""
-        names = ["quantize", *(f"rounded-{name}" for name in ROUNDED_ROWS)] if self._is_int16 else []
+        rounding, names = self._rounding, []
+        if rounding is not None:
+            names = ["quantize", *(f"rounded-{name}" for name in ROUNDED_ROWS)]
         for kind in sorted(self._kinds):
-            is_integer = self._is_int16 and kind in dense_int16_tiles.INTEGER_KINDS
-            names += [f"{what}-{kind}" for what in (("int16",) if is_integer else ("direct", "linear"))]
+            is_integer = rounding is not None and kind in dense_integer_tiles.INTEGER_KINDS[rounding.name]
+            names += [f"{what}-{kind}" for what in (("integer",) if is_integer else ("direct", "linear"))]
             names.append(f"embed-{kind}")
         return names
 
@@ -155,23 +158,25 @@ class CpuLinearOps(DenseRuntime):
 
     def _integer_launch(self, rounded: Float32Array, weight: CpuWeight, out: Float32Array, place: int) -> Launch:
         assert weight.kind is not None
-        size = _round_up(self._item_outputs(weight), dense_int16.PANEL_OUTPUTS)
+        assert self._rounding is not None
+        size = _round_up(self._item_outputs(weight), dense_integer.PANEL_OUTPUTS)
         args = self._matrix_args(weight, rounded, out, size)
-        args[dense_kernels.NUM_BLOCKS // 8] = weight.num_inputs // dense_int16_tiles.BLOCK_INPUTS
-        self._set_panel(place, dense_int16.panel_bytes(weight.num_inputs), args)
-        return self._dense_kernel(f"int16-{weight.kind.name}"), args
+        args[dense_kernels.NUM_BLOCKS // 8] = weight.num_inputs // BLOCK_INPUTS
+        self._set_panel(place, dense_integer.panel_bytes(self._rounding, weight.num_inputs), args)
+        return self._dense_kernel(f"integer-{weight.kind.name}"), args
 
     def _rounded(self, x: Float32Array | RoundedRows) -> RoundedRows:
         if isinstance(x, RoundedRows):
             return x
         x = self._contiguous(x)
         rounded = self._take_rounded(x.shape)
-        self._run("quantize", dense_int16.quantize_args(x, rounded.blocks), parallel=x.size >= SERIAL_ELEMENTS)
+        self._run("quantize", dense_integer.quantize_args(x, rounded.blocks), parallel=x.size >= SERIAL_ELEMENTS)
         return rounded
 
     def _take_rounded(self, shape: tuple[int, ...]) -> RoundedRows:
+        assert self._rounding is not None
         num_rows, num_inputs = shape
-        return RoundedRows(self._take((num_rows, dense_int16.row_bytes(num_inputs) // 4)), (num_rows, num_inputs))
+        return RoundedRows(self._take((num_rows, self._rounding.row_bytes(num_inputs) // 4)), (num_rows, num_inputs))
 
     def _are_integer(self, readers: Sequence[CpuWeight]) -> bool:
         """Whether there are readers and all of them multiply rounded rows."""
@@ -179,7 +184,8 @@ class CpuLinearOps(DenseRuntime):
 
     def _is_integer(self, weight: CpuWeight) -> bool:
         assert weight.kind is not None
-        return self._is_int16 and dense_int16.is_integer_weight(weight.kind.name, *weight.shape)
+        rounding = self._rounding
+        return rounding is not None and dense_integer.is_integer_weight(rounding, weight.kind.name, *weight.shape)
 
     def _add_bias(self, x: Float32Array, bias: CpuWeight) -> None:
         if x.shape[1] % self._isa.width:

@@ -10,8 +10,8 @@ from typing import Final
 import numpy as np
 
 from pagedkv.compute.cpu.attention_steps import Step, compiled
-from pagedkv.compute.cpu.dense_int16_tiles import BLOCK_INPUTS, ROW_BLOCK_BYTES, make_quantize_row
 from pagedkv.compute.cpu.dense_kernels import OUT, X_BYTES, KernelBody, X
+from pagedkv.compute.cpu.dense_rounding import BLOCK_INPUTS, Rounding, make_quantize_row
 from pagedkv.compute.cpu.simd import (
     add,
     div,
@@ -51,9 +51,9 @@ def make_row_kernel(row: Step) -> KernelBody:
     return write_rows
 
 
-def make_rounded_kernel(row: Step) -> KernelBody:
-    """Return the kernel that writes row(args, item, out) to each row of OUT, rounded to blocks of int16."""
-    quantize_row = make_quantize_row()
+def make_rounded_kernel(row: Step, rounding: Rounding) -> KernelBody:
+    """Return the kernel that writes row(args, item, out) to each row of OUT, rounded."""
+    quantize_row, block_bytes = make_quantize_row(rounding), rounding.block_bytes
 
     def write_rounded_rows(args: int, thread: int) -> None:
         size = load_i64(args + WIDTH)
@@ -62,7 +62,7 @@ def make_rounded_kernel(row: Step) -> KernelBody:
         item = claim(args)
         while item >= 0:
             row(args, item, values)
-            quantize_row(values, load_i64(args + OUT) + ROW_BLOCK_BYTES * num_blocks * item, num_blocks)
+            quantize_row(values, load_i64(args + OUT) + block_bytes * num_blocks * item, num_blocks)
             item = claim(args)
 
     return write_rounded_rows

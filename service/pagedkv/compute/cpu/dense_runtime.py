@@ -12,9 +12,10 @@ import numpy.typing as npt
 from pagedkv.compute.backend import Float32Array
 from pagedkv.compute.cpu import (
     attention_steps,
-    dense_int16,
-    dense_int16_tiles,
+    dense_integer,
+    dense_integer_tiles,
     dense_kernels,
+    dense_rounding,
     dense_rows,
     dense_tiles,
     quant,
@@ -24,6 +25,7 @@ from pagedkv.compute.cpu import (
 from pagedkv.compute.cpu.attention_steps import Step
 from pagedkv.compute.cpu.compile_cache import Kernel, compile_kernel
 from pagedkv.compute.cpu.dense_buffers import BufferPool
+from pagedkv.compute.cpu.dense_rounding import Rounding
 from pagedkv.compute.cpu.features import Isa
 from pagedkv.compute.cpu.threads import WorkerPool
 
@@ -31,9 +33,9 @@ SERIAL_ELEMENTS: Final = 1 << 14  # smaller row operations end before another th
 
 _SOURCES: Final = tuple(
     str(module.__file__)
-    for module in (attention_steps, dense_kernels, dense_rows, dense_tiles, quant, quant_emit, threads)
+    for module in (attention_steps, dense_kernels, dense_rounding, dense_rows, dense_tiles, quant, quant_emit, threads)
 )
-_INT16_SOURCES: Final = (*_SOURCES, str(dense_int16.__file__), str(dense_int16_tiles.__file__))
+_INTEGER_SOURCES: Final = (*_SOURCES, str(dense_integer.__file__), str(dense_integer_tiles.__file__))
 _MATRIX_KERNELS: Final[dict[str, Callable[..., dense_kernels.KernelBody]]] = {
     "direct": dense_kernels.make_direct_kernel,
     "linear": dense_kernels.make_linear_kernel,
@@ -46,42 +48,32 @@ _ROWS: Final[dict[str, Callable[[int], Step]]] = {
     "silu_mul": dense_rows.make_silu_mul_row,
     "take_rows": dense_rows.make_take_rows_row,
 }
-ROUNDED_ROWS: Final = ("rms_norm", "add_rms_norm", "silu_mul")  # kernels "rounded-..." write what int16 layers read
+ROUNDED_ROWS: Final = ("rms_norm", "add_rms_norm", "silu_mul")  # kernels "rounded-..." write rounded rows
 
 
 class DenseRuntime:
     """Runs dense kernels on the workers' threads; a kernel is compiled or loaded when it is first needed."""
 
-    def __init__(self, isa: Isa, workers: WorkerPool) -> None:
+    def __init__(self, isa: Isa, workers: WorkerPool, rounding: Rounding | None) -> None:
         self._isa = isa
         self._workers = workers
+        self._rounding = rounding  # of the inputs of linear layers over integer weights
         self._dense_kernels: dict[str, Kernel] = {}
         self._buffers = BufferPool()
 
     def _dense_kernel(self, name: str) -> Kernel:
         kernel = self._dense_kernels.get(name)
         if kernel is None:
-            sources = _INT16_SOURCES if name.startswith(("int16", "quantize", "rounded")) else _SOURCES
-            kernel = compile_kernel(self._body(name), f"{name}-{self._isa.name}", (self._isa.width, name), sources)
+            what, _, kind = name.partition("-")
+            if what in ("integer", "quantize", "rounded"):
+                assert self._rounding is not None
+                body, sources = _integer_body(self._rounding, what, kind, self._isa.width), _INTEGER_SOURCES
+                full_name = f"{self._rounding.name}-{name}-{self._isa.name}"
+            else:
+                body, sources, full_name = _body(what, kind, self._isa.width), _SOURCES, f"{name}-{self._isa.name}"
+            kernel = compile_kernel(body, full_name, (self._isa.width, full_name), sources)
             self._dense_kernels[name] = kernel
         return kernel
-
-    def _body(self, name: str) -> dense_kernels.KernelBody:
-        what, _, kind = name.partition("-")
-        width = self._isa.width
-        if what in ("int16", "quantize"):
-            return dense_int16.make_body(name)
-        if what == "rounded":
-            return dense_rows.make_rounded_kernel(_ROWS[kind](width))
-        if kind:
-            return _MATRIX_KERNELS[what](width, quant.KINDS[kind])
-        if what == "rope":
-            return dense_rows.rope_kernel
-        return (
-            dense_rows.make_add_bias_kernel(width)
-            if what == "add_bias"
-            else dense_rows.make_row_kernel(_ROWS[what](width))
-        )
 
     def _run(self, name: str, args: npt.NDArray[np.int64], *, parallel: bool = True) -> None:
         self._workers.run(self._dense_kernel(name), args, parallel=parallel)
@@ -101,3 +93,21 @@ class DenseRuntime:
         """Say that NumPy does something that a repetition of the launches would lack."""
         if (recording := self._workers.recording) is not None:
             recording.give_up()
+
+
+def _integer_body(rounding: Rounding, what: str, kind: str, width: int) -> dense_kernels.KernelBody:
+    if what == "integer":
+        return dense_integer.make_integer_kernel(rounding, kind)
+    if what == "quantize":
+        return dense_integer.make_quantize_kernel(rounding)
+    return dense_rows.make_rounded_kernel(_ROWS[kind](width), rounding)
+
+
+def _body(what: str, kind: str, width: int) -> dense_kernels.KernelBody:
+    if kind:
+        return _MATRIX_KERNELS[what](width, quant.KINDS[kind])
+    if what == "rope":
+        return dense_rows.rope_kernel
+    return (
+        dense_rows.make_add_bias_kernel(width) if what == "add_bias" else dense_rows.make_row_kernel(_ROWS[what](width))
+    )

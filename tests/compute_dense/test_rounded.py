@@ -1,4 +1,4 @@
-"""Linear layers over activations rounded to int16: the stated error bound, one result for a row in any batch."""
+"""Linear layers over rounded activations: the stated error bound, one result for a row in any batch."""
 
 from __future__ import annotations
 
@@ -8,18 +8,24 @@ import pytest
 from compute_dense.weights import make_weight
 from pagedkv.compute.backend import WeightData
 from pagedkv.compute.cpu.dense import CpuDenseOps
-from pagedkv.compute.cpu.dense_int16 import is_int16_usable
+from pagedkv.compute.cpu.dense_integer import has_integer_dots
 from pagedkv.compute.cpu.features import choose_isa
 from pagedkv.config import ACTIVATIONS
 from pagedkv.errors import InvalidArgument
 
 KINDS = ("Q4_0", "Q4_1", "Q8_0")
-needs_vnni = pytest.mark.skipif(not is_int16_usable(choose_isa()), reason="this machine has no AVX-512 VNNI")
+LARGEST = {"int16": 32767, "int8": 127}
+needs_vnni = pytest.mark.skipif(not has_integer_dots(choose_isa()), reason="this machine has no AVX-512 VNNI")
+
+
+@pytest.fixture(params=LARGEST)
+def activations(request) -> str:
+    return request.param
 
 
 @pytest.fixture
-def ops(make_ops) -> CpuDenseOps:
-    return make_ops(activations="int16")
+def ops(make_ops, activations) -> CpuDenseOps:
+    return make_ops(activations=activations)
 
 
 def make_rows(num_rows: int, num_inputs: int, seed: int = 1) -> np.ndarray:
@@ -29,32 +35,32 @@ def make_rows(num_rows: int, num_inputs: int, seed: int = 1) -> np.ndarray:
     return (values * 10 ** rng.uniform(-2, 1, (num_rows, num_inputs // 32, 1))).reshape(num_rows, -1).astype(np.float32)
 
 
-def error_bound(x: np.ndarray, values: np.ndarray) -> np.ndarray:
+def error_bound(x: np.ndarray, values: np.ndarray, largest: int) -> np.ndarray:
     """Half a step of each block's scale times the magnitudes of its weights, and float32 rounding."""
     blocks, weights = np.abs(x).reshape(len(x), -1, 32), np.abs(values).reshape(len(values), -1, 32)
-    rounding = blocks.max(-1) @ weights.sum(-1).T / (2 * 32767)
+    rounding = blocks.max(-1) @ weights.sum(-1).T / (2 * largest)
     return 1.001 * rounding + 1e-6 * np.abs(x).astype(np.float64) @ np.abs(values).T
 
 
 @needs_vnni
 @pytest.mark.parametrize("shape", [(16, 32), (48, 96), (96, 512)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_int16_linear_stays_within_half_a_step_of_each_block(ops, kind, shape):
+def test_rounded_linear_stays_within_half_a_step_of_each_block(ops, activations, kind, shape):
     weight, values = make_weight(kind, *shape)
     loaded = ops.load_weight(weight)
     for num_rows in (1, 2, 3, 5, 6, 7, 8, 13, 64):
         x = make_rows(num_rows, shape[1])
         error = np.abs(ops.linear(x, loaded) - x.astype(np.float64) @ values.T)
-        assert (error <= error_bound(x, values)).all()
+        assert (error <= error_bound(x, values, LARGEST[activations])).all()
 
 
 @needs_vnni
 @pytest.mark.parametrize("kind", KINDS)
-def test_int16_linear_of_whole_numbers_is_exact(ops, kind):
-    """Whole numbers up to the scale's 32767 are not rounded, and small sums are exact in float32."""
+def test_rounded_linear_of_whole_numbers_is_exact(ops, activations, kind):
+    """Whole numbers up to the scale's largest are not rounded, and small sums are exact in float32."""
     weight, values = make_weight(kind, 32, 64)
     x = np.random.default_rng(0).integers(-3, 4, (5, 64)).astype(np.float32)
-    x[:, ::32] = 32767
+    x[:, ::32] = LARGEST[activations]
     expected = x.astype(np.float64) @ values.T
     magnitude = np.abs(x).astype(np.float64) @ np.abs(values).T
     assert (np.abs(ops.linear(x, ops.load_weight(weight)) - expected) <= 1e-6 * magnitude).all()
@@ -62,7 +68,7 @@ def test_int16_linear_of_whole_numbers_is_exact(ops, kind):
 
 @needs_vnni
 @pytest.mark.parametrize("kind", KINDS)
-def test_int16_row_in_any_batch_equals_row_alone_bit_by_bit(ops, kind):
+def test_rounded_row_in_any_batch_equals_row_alone_bit_by_bit(ops, kind):
     loaded = ops.load_weight(make_weight(kind, 80, 768)[0])
     x = make_rows(40, 768)
     alone = np.concatenate([ops.linear(x[row : row + 1], loaded) for row in range(40)])
@@ -71,7 +77,7 @@ def test_int16_row_in_any_batch_equals_row_alone_bit_by_bit(ops, kind):
 
 
 @needs_vnni
-def test_int16_linear_many_mixes_integer_and_float_kinds_without_sharing_panels(ops):
+def test_rounded_linear_many_mixes_integer_and_float_kinds_without_sharing_panels(ops):
     kinds = (("Q4_1", 64), ("Q6_K", 64), ("Q8_0", 32), ("Q4_1", 20))
     weights = [ops.load_weight(make_weight(kind, n, 256)[0]) for kind, n in kinds]
     for num_rows in (1, 12, 50):
@@ -83,7 +89,7 @@ def test_int16_linear_many_mixes_integer_and_float_kinds_without_sharing_panels(
 @needs_vnni
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("kind", KINDS)
-def test_int16_linear_of_a_value_that_is_not_finite_gives_nan_in_its_row_alone(ops, kind, bad):
+def test_rounded_linear_of_a_value_that_is_not_finite_gives_nan_in_its_row_alone(ops, kind, bad):
     loaded = ops.load_weight(make_weight(kind, 32, 96)[0])
     x = make_rows(3, 96)
     expected = ops.linear(x, loaded).copy()
@@ -95,7 +101,7 @@ def test_int16_linear_of_a_value_that_is_not_finite_gives_nan_in_its_row_alone(o
 
 @needs_vnni
 @pytest.mark.parametrize("kind", KINDS)
-def test_int16_linear_of_zeros_is_zero(ops, kind):
+def test_rounded_linear_of_zeros_is_zero(ops, kind):
     assert not ops.linear(np.zeros((2, 64), np.float32), ops.load_weight(make_weight(kind, 16, 64)[0])).any()
 
 
@@ -135,7 +141,7 @@ def test_rows_rounded_for_integer_weights_are_refused_by_others(ops):
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "Q6_K"])
-def test_int16_activations_leave_other_kinds_as_they_are(make_ops, ops, kind):
+def test_rounded_activations_leave_other_kinds_as_they_are(make_ops, ops, kind):
     weight = make_weight(kind, 32, 256)[0]
     x = make_rows(9, 256)
     exact = make_ops()
@@ -143,15 +149,15 @@ def test_int16_activations_leave_other_kinds_as_they_are(make_ops, ops, kind):
 
 
 @pytest.mark.parametrize("isa", ["avx2", "portable"])
-def test_int16_activations_without_the_instructions_compute_in_float32(make_ops, isa):
+def test_rounded_activations_without_the_instructions_compute_in_float32(make_ops, activations, isa):
     weight = make_weight("Q4_1", 32, 64)[0]
     x = make_rows(4, 64)
-    exact, rounded = make_ops(isa), make_ops(isa, activations="int16")
+    exact, rounded = make_ops(isa), make_ops(isa, activations=activations)
     np.testing.assert_array_equal(
         rounded.linear(x, rounded.load_weight(weight)), exact.linear(x, exact.load_weight(weight))
     )
 
 
 def test_unknown_activations_are_refused_with_those_that_exist(make_ops):
-    with pytest.raises(InvalidArgument, match=r"activations.*float32.*int16.*int4"):
+    with pytest.raises(InvalidArgument, match=r"activations.*float32.*int16.*int8.*int4"):
         make_ops(activations="int4")

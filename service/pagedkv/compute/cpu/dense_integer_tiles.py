@@ -1,10 +1,10 @@
-"""Tiles of integer dot products (AVX-512 VNNI): activations as int16, weights as the integers that blocks store.
+"""Tiles of integer dot products (AVX-512 VNNI): rounded activations, weights as the integers that blocks store.
 
 A block is 32 neighbouring inputs. Its products are summed exactly in int32, then scaled to float32 and added to the
 sum of the blocks before. So a row's result does not depend on the rows beside it, bit by bit.
 
-An instruction multiplies pairs of neighbours in each 32-bit lane. A pair holds inputs k and k + 2 of a quad: that is
-how the bytes of a quad fall into halves of a lane by masks alone. Lanes are outputs.
+An instruction multiplies the neighbours in each 32-bit lane: two int16, or four bytes. Two are inputs k and k + 2 of a
+quad: that is how the bytes of a quad fall into halves of a lane by masks alone. Lanes are outputs.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from pagedkv.compute.cpu.dense_rounding import LANES, VECTOR_BYTES, Rounding
 from pagedkv.compute.cpu.dense_tiles import constant, row_addresses
 from pagedkv.compute.cpu.simd_emit import (
     F32,
@@ -24,48 +25,45 @@ from pagedkv.compute.cpu.simd_emit import (
     I32,
     I64,
     KIND_F16,
-    emit_call,
     emit_constant,
     emit_convert,
     emit_fma,
     emit_int_constant,
-    emit_max,
     emit_pointer,
     emit_prefetch,
     emit_shuffle,
     emit_splat,
-    emit_tree,
 )
 
 Tile = Callable[..., None]
 
-GROUP_OUTPUTS: Final = 16  # lanes of a vector
-BLOCK_INPUTS: Final = 32
-ROW_BLOCK_BYTES: Final = 72  # 32 int16 in the order of pairs, their scale, their sum (both float32)
-_SCALE, _SUM = 64, 68
-_PAIRS: Final = BLOCK_INPUTS // 2
-_VECTOR_BYTES: Final = 64
-PANEL_SCALES: Final = _PAIRS * _VECTOR_BYTES
-PANEL_BLOCK_BYTES: Final = PANEL_SCALES + 2 * _VECTOR_BYTES  # pairs, scales, minimums of 16 outputs
-_LARGEST: Final = 32767.0
-_SMALLEST_PEAK: Final = 1e-30  # a block below it is all zeros
-_ROUNDING: Final = 12582912.0  # 1.5 * 2**23: what is added to it is rounded to an integer in its low bits
+GROUP_OUTPUTS: Final = LANES
 _CHAINS: Final = 8  # sums in flight that hide the latency of an instruction
-_PAIR_ORDER: Final = [4 * (pair // 2) + pair % 2 + 2 * half for pair in range(_PAIRS) for half in (0, 1)]
 
 
 class IntegerKind(NamedTuple):
-    """Where a block of a kind keeps its codes, and how they become pairs of int16."""
+    """Where a block of a kind keeps its codes, and how they become what the dot products of a rounding take."""
 
     block_bytes: int
     codes: int  # offset of the first code byte
-    pairs: Callable[[Any, list[Any]], list[Any]]  # builder, quads [vector of 16 dwords] -> pairs
+    steps: Callable[[Any, list[Any]], list[Any]]  # builder, quads [vector of 16 dwords] -> operands
     num_quads: int  # dwords of codes
-    has_minimum: bool
+    stores_minimum: bool
+    bias: int = 0  # by how much operands are larger than the codes; instead of a stored minimum
+
+    @property
+    def has_minimum(self) -> bool:
+        """Whether a multiple of the block's sum is added to the scaled products."""
+        return self.stores_minimum or self.bias != 0
 
 
-def make_expand_group(kind: IntegerKind) -> Tile:
-    """Return expand_group(source, row_bytes, target, num_blocks): 16 stored rows as a panel of pairs and scales."""
+def panel_block_bytes(rounding: Rounding) -> int:
+    """Bytes of a block of 16 outputs: operands, scales, minimums."""
+    return (rounding.num_steps + 2) * VECTOR_BYTES
+
+
+def make_expand_group(kind: IntegerKind, rounding: Rounding) -> Tile:
+    """Return expand_group(source, row_bytes, target, num_blocks): 16 stored rows as a panel of operands and scales."""
 
     @intrinsic
     def expand_group(typingctx: Any, source: Any, row_bytes: Any, target: Any, num_blocks: Any) -> Any:
@@ -76,7 +74,7 @@ def make_expand_group(kind: IntegerKind) -> Tile:
             with cgutils.for_range(builder, num_blocks, intp=I64) as blocks:
                 offset = builder.mul(blocks.index, constant(kind.block_bytes))
                 rows = [builder.add(start, offset) for start in starts]
-                place = builder.add(target, builder.mul(blocks.index, constant(PANEL_BLOCK_BYTES)))
+                place = builder.add(target, builder.mul(blocks.index, constant(panel_block_bytes(rounding))))
                 _emit_panel_block(builder, kind, rows, place)
                 for row in rows:
                     emit_prefetch(builder, emit_pointer(builder, row, ahead), 2)
@@ -87,31 +85,10 @@ def make_expand_group(kind: IntegerKind) -> Tile:
     return expand_group
 
 
-def make_quantize_row() -> Tile:
-    """Return quantize_row(source, target, num_blocks): float32 inputs as blocks of int16, scale and sum.
-
-    A block that holds no finite largest value gets the scale NaN, so that what is computed from it is NaN too.
-    """
-
-    @intrinsic
-    def quantize_row(typingctx: Any, source: Any, target: Any, num_blocks: Any) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            source, target, num_blocks = args
-            with cgutils.for_range(builder, num_blocks, intp=I64) as blocks:
-                values = builder.add(source, builder.mul(blocks.index, constant(4 * BLOCK_INPUTS)))
-                place = builder.add(target, builder.mul(blocks.index, constant(ROW_BLOCK_BYTES)))
-                _emit_quantize(builder, values, place)
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 3), codegen
-
-    return quantize_row
-
-
-def make_int16_tile(num_rows: int, num_groups: int, *, has_minimum: bool) -> Tile:
+def make_integer_tile(num_rows: int, num_groups: int, kind: IntegerKind, rounding: Rounding) -> Tile:
     """Return tile(x, x_bytes, last_row, panel, group_bytes, num_blocks, out, out_bytes).
 
-    Stores out[r, n] = sum_k x[r, k] * weights[n, k] for `num_rows` quantised rows and `num_groups` groups of outputs
+    Stores out[r, n] = sum_k x[r, k] * weights[n, k] for `num_rows` rounded rows and `num_groups` groups of outputs
     of a panel; rows beyond `last_row`, counted from the tile's first, repeat the last one.
     """
 
@@ -134,14 +111,14 @@ def make_int16_tile(num_rows: int, num_groups: int, *, has_minimum: bool) -> Til
             zero = emit_constant(0.0, GROUP_OUTPUTS)
             sums = [[cgutils.alloca_once_value(builder, zero) for _ in groups] for _ in rows]
             with cgutils.for_range(builder, num_blocks, intp=I64) as blocks:
-                row_offset = builder.mul(blocks.index, constant(ROW_BLOCK_BYTES))
-                group_offset = builder.mul(blocks.index, constant(PANEL_BLOCK_BYTES))
+                row_offset = builder.mul(blocks.index, constant(rounding.block_bytes))
+                group_offset = builder.mul(blocks.index, constant(panel_block_bytes(rounding)))
                 here = [builder.add(row, row_offset) for row in rows]
                 there = [builder.add(group, group_offset) for group in groups]
-                _emit_block(builder, here, there, sums, has_minimum)
+                _emit_block(builder, rounding, here, there, sums, kind.has_minimum)
             for target, row_sums in zip(row_addresses(builder, out, out_bytes, last_row, num_rows), sums, strict=True):
                 for at, place in enumerate(row_sums):
-                    builder.store(builder.load(place), emit_pointer(builder, target, _VECTOR_BYTES * at), align=4)
+                    builder.store(builder.load(place), emit_pointer(builder, target, VECTOR_BYTES * at), align=4)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 8), codegen
@@ -149,68 +126,47 @@ def make_int16_tile(num_rows: int, num_groups: int, *, has_minimum: bool) -> Til
     return tile
 
 
-def _emit_block(builder: Any, rows: Sequence[Any], groups: Sequence[Any], sums: Any, has_minimum: bool) -> None:
+def _emit_block(
+    builder: Any, rounding: Rounding, rows: Sequence[Any], groups: Sequence[Any], sums: Any, has_minimum: bool
+) -> None:
     """Add one block's products to the sums [rows][groups]."""
     num_sums = len(rows) * len(groups)
-    chains = max(1, min(_PAIRS, _CHAINS // num_sums))
+    chains = max(1, min(rounding.num_steps, _CHAINS // num_sums))
     zero = emit_int_constant(0, GROUP_OUTPUTS)
     totals = [[[zero] * chains for _ in groups] for _ in rows]
-    for pair in range(_PAIRS):
-        weights = [_load_vector(builder, group, _VECTOR_BYTES * pair, I32) for group in groups]
+    for step in range(rounding.num_steps):
+        weights = [_load_vector(builder, group, VECTOR_BYTES * step, I32) for group in groups]
         for row, row_totals in zip(rows, totals, strict=True):
-            x = _load_splat(builder, row, 4 * pair, I32)
+            x = _load_splat(builder, row, 4 * step, I32)
             for weight, parts in zip(weights, row_totals, strict=True):
-                parts[pair % chains] = _emit_dot(builder, parts[pair % chains], weight, x)
+                parts[step % chains] = rounding.emit_dot(builder, parts[step % chains], weight, x)
     for group_at, group in enumerate(groups):
-        scales = _load_vector(builder, group, PANEL_SCALES, F32)
+        scales = _load_vector(builder, group, VECTOR_BYTES * rounding.num_steps, F32)
         for row, row_totals, row_sums in zip(rows, totals, sums, strict=True):
             parts = row_totals[group_at]
             total = parts[0]
             for part in parts[1:]:
                 total = builder.add(total, part)
             value = builder.sitofp(total, ir.VectorType(F32, GROUP_OUTPUTS))
-            scale = builder.fmul(scales, _load_splat(builder, row, _SCALE, F32))
+            scale = builder.fmul(scales, _load_splat(builder, row, rounding.scale_offset, F32))
             result = emit_fma(builder, value, scale, builder.load(row_sums[group_at]))
             if has_minimum:
-                minimums = _load_vector(builder, group, PANEL_SCALES + _VECTOR_BYTES, F32)
-                result = emit_fma(builder, minimums, _load_splat(builder, row, _SUM, F32), result)
+                minimums = _load_vector(builder, group, VECTOR_BYTES * (rounding.num_steps + 1), F32)
+                block_sum = _load_splat(builder, row, rounding.scale_offset + 4, F32)
+                result = emit_fma(builder, minimums, block_sum, result)
             builder.store(result, row_sums[group_at])
-
-
-def _emit_dot(builder: Any, total: Any, a: Any, b: Any) -> Any:
-    """Return total + a.low * b.low + a.high * b.high per lane."""
-    return emit_call(builder, "llvm.x86.avx512.vpdpwssd.512", total.type, [total, a, b])
-
-
-def _emit_quantize(builder: Any, source: Any, target: Any) -> None:
-    low, high = (_load_vector(builder, source, offset, F32) for offset in (0, _VECTOR_BYTES))
-    magnitudes = [emit_call(builder, "llvm.fabs.v16f32", value.type, [value]) for value in (low, high)]
-    peak = emit_tree(builder, emit_max(builder, *magnitudes), emit_max)
-    total = emit_tree(builder, builder.fadd(low, high), lambda inner, a, b: inner.fadd(a, b))
-    poison = builder.fmul(total, ir.Constant(F32, 0.0))  # NaN where a value is not finite
-    is_tiny = builder.fcmp_ordered("<", peak, ir.Constant(F32, _SMALLEST_PEAK))
-    factor = builder.select(is_tiny, ir.Constant(F32, 0.0), builder.fdiv(ir.Constant(F32, _LARGEST), peak))
-    scale = builder.fadd(builder.fdiv(peak, ir.Constant(F32, _LARGEST)), poison)
-    factors, rounding = emit_splat(builder, factor, GROUP_OUTPUTS), emit_constant(_ROUNDING, GROUP_OUTPUTS)
-    shifted = [builder.fadd(builder.fmul(value, factors), rounding) for value in (low, high)]
-    whole = [builder.fsub(value, rounding) for value in shifted]
-    number = emit_tree(builder, builder.fadd(*whole), lambda inner, a, b: inner.fadd(a, b))  # exact: below 2**24
-    bits = [builder.bitcast(value, ir.VectorType(I32, GROUP_OUTPUTS)) for value in shifted]
-    shorts = [builder.trunc(value, ir.VectorType(I16, GROUP_OUTPUTS)) for value in bits]
-    builder.store(emit_shuffle(builder, shorts[0], shorts[1], _PAIR_ORDER), emit_pointer(builder, target), align=4)
-    builder.store(scale, emit_pointer(builder, target, _SCALE), align=4)
-    builder.store(builder.fmul(number, scale), emit_pointer(builder, target, _SUM), align=4)
 
 
 def _emit_panel_block(builder: Any, kind: IntegerKind, rows: Sequence[Any], target: Any) -> None:
     quads = []
     for first in range(0, kind.num_quads, 4):
         quads += _emit_transposed(builder, rows, kind.codes + 4 * first)
-    for at, pair in enumerate(kind.pairs(builder, quads)):
-        builder.store(pair, emit_pointer(builder, target, _VECTOR_BYTES * at), align=_VECTOR_BYTES)
-    for at, halves in enumerate(_emit_halves(builder, rows, kind.has_minimum)):
-        place = emit_pointer(builder, target, PANEL_SCALES + _VECTOR_BYTES * at)
-        builder.store(emit_convert(builder, halves, KIND_F16), place, align=_VECTOR_BYTES)
+    vectors = kind.steps(builder, quads)
+    scales = [emit_convert(builder, halves, KIND_F16) for halves in _emit_halves(builder, rows, kind.stores_minimum)]
+    if kind.bias:
+        scales.append(builder.fmul(scales[0], emit_constant(-float(kind.bias), GROUP_OUTPUTS)))
+    for at, vector in enumerate([*vectors, *scales]):
+        builder.store(vector, emit_pointer(builder, target, VECTOR_BYTES * at), align=VECTOR_BYTES)
 
 
 def _emit_halves(builder: Any, rows: Sequence[Any], has_minimum: bool) -> list[Any]:
@@ -291,8 +247,28 @@ def _byte_pairs(builder: Any, quads: list[Any]) -> list[Any]:
     return pairs
 
 
+def _nibble_quads(builder: Any, quads: list[Any]) -> list[Any]:
+    """Codes of four bits: the low halves of all bytes are inputs 0-15, the high halves 16-31."""
+    mask, four = (emit_int_constant(value, GROUP_OUTPUTS) for value in (0x0F0F0F0F, 4))
+    high = [builder.and_(builder.lshr(quad, four), mask) for quad in quads]
+    return [builder.and_(quad, mask) for quad in quads] + high
+
+
+def _unsigned_quads(builder: Any, quads: list[Any]) -> list[Any]:
+    """Signed bytes, 128 larger."""
+    flip = emit_int_constant(-0x7F7F7F80, GROUP_OUTPUTS)  # 0x80808080
+    return [builder.xor(quad, flip) for quad in quads]
+
+
 INTEGER_KINDS: Final = {
-    "Q4_0": IntegerKind(18, 2, lambda builder, quads: _nibble_pairs(builder, quads, 8), 4, False),
-    "Q4_1": IntegerKind(20, 4, lambda builder, quads: _nibble_pairs(builder, quads, 0), 4, True),
-    "Q8_0": IntegerKind(34, 2, _byte_pairs, 8, False),
+    "int16": {
+        "Q4_0": IntegerKind(18, 2, lambda builder, quads: _nibble_pairs(builder, quads, 8), 4, False),
+        "Q4_1": IntegerKind(20, 4, lambda builder, quads: _nibble_pairs(builder, quads, 0), 4, True),
+        "Q8_0": IntegerKind(34, 2, _byte_pairs, 8, False),
+    },
+    "int8": {
+        "Q4_0": IntegerKind(18, 2, _nibble_quads, 4, False, 8),
+        "Q4_1": IntegerKind(20, 4, _nibble_quads, 4, True),
+        "Q8_0": IntegerKind(34, 2, _unsigned_quads, 8, False, 128),
+    },
 }

@@ -1,4 +1,4 @@
-"""The kernels of linear layers over activations that are rounded to int16, and the launches that use them."""
+"""The kernels of linear layers over activations that are rounded to integers, and what launches them needs."""
 
 from __future__ import annotations
 
@@ -10,17 +10,15 @@ import numpy.typing as npt
 
 from pagedkv.compute.cpu import dense_kernels as dk
 from pagedkv.compute.cpu.attention_steps import Step, compiled
-from pagedkv.compute.cpu.dense_int16_tiles import (
-    BLOCK_INPUTS,
+from pagedkv.compute.cpu.dense_integer_tiles import (
     GROUP_OUTPUTS,
     INTEGER_KINDS,
-    PANEL_BLOCK_BYTES,
-    ROW_BLOCK_BYTES,
     IntegerKind,
     make_expand_group,
-    make_int16_tile,
-    make_quantize_row,
+    make_integer_tile,
+    panel_block_bytes,
 )
+from pagedkv.compute.cpu.dense_rounding import BLOCK_INPUTS, Rounding, make_quantize_row
 from pagedkv.compute.cpu.features import Isa
 from pagedkv.compute.cpu.simd import load_i64
 from pagedkv.compute.cpu.threads import claim
@@ -30,24 +28,20 @@ PANEL_OUTPUTS: Final = PANEL_GROUPS * GROUP_OUTPUTS
 _ROWS: Final = (6, 4, 2, 1)  # of a tile
 
 
-def is_int16_usable(isa: Isa) -> bool:
-    """Whether this machine multiplies int16 pairs (AVX-512 VNNI) and the kernels may use it."""
+def has_integer_dots(isa: Isa) -> bool:
+    """Whether this machine has dot products of integers (AVX-512 VNNI) and the kernels may use them."""
     return isa.name == "avx512" and bool(llvm.get_host_cpu_features().get("avx512vnni", False))
 
 
-def is_integer_weight(kind: str, num_outputs: int, num_inputs: int) -> bool:
+def is_integer_weight(rounding: Rounding, kind: str, num_outputs: int, num_inputs: int) -> bool:
     """Whether a stored matrix can be multiplied as integers."""
-    return kind in INTEGER_KINDS and num_outputs % GROUP_OUTPUTS == 0 and num_inputs % BLOCK_INPUTS == 0
+    is_known = kind in INTEGER_KINDS[rounding.name]
+    return is_known and num_outputs % GROUP_OUTPUTS == 0 and num_inputs % BLOCK_INPUTS == 0
 
 
-def row_bytes(num_inputs: int) -> int:
-    """Bytes of a quantised row."""
-    return num_inputs // BLOCK_INPUTS * ROW_BLOCK_BYTES
-
-
-def panel_bytes(num_inputs: int) -> int:
+def panel_bytes(rounding: Rounding, num_inputs: int) -> int:
     """Bytes of scratch that a thread needs."""
-    return PANEL_GROUPS * num_inputs // BLOCK_INPUTS * PANEL_BLOCK_BYTES
+    return PANEL_GROUPS * num_inputs // BLOCK_INPUTS * panel_block_bytes(rounding)
 
 
 def quantize_args(x: npt.NDArray[np.float32], out: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
@@ -60,9 +54,9 @@ def quantize_args(x: npt.NDArray[np.float32], out: npt.NDArray[np.float32]) -> n
     return words
 
 
-def make_quantize_kernel() -> dk.KernelBody:
-    """Return the kernel that rounds rows to int16; an item is a row."""
-    quantize_row = make_quantize_row()
+def make_quantize_kernel(rounding: Rounding) -> dk.KernelBody:
+    """Return the kernel that rounds rows; an item is a row."""
+    quantize_row = make_quantize_row(rounding)
 
     def quantize(args: int, thread: int) -> None:
         item = claim(args)
@@ -75,18 +69,19 @@ def make_quantize_kernel() -> dk.KernelBody:
     return quantize
 
 
-def make_int16_kernel(kind: IntegerKind) -> dk.KernelBody:
-    """Return the kernel out = x @ weights.T over quantised rows; an item is a run of outputs.
+def make_integer_kernel(rounding: Rounding, kind_name: str) -> dk.KernelBody:
+    """Return the kernel out = x @ weights.T over rounded rows; an item is a run of outputs.
 
-    A thread expands the rows of 32 outputs to int16 pairs at a time, and applies them to all rows of x.
+    A thread expands the weights of 32 outputs at a time, and applies them to all rows of x.
     """
-    expand = _make_expand(kind)
-    both, single = _make_apply(kind, PANEL_GROUPS), _make_apply(kind, 1)
+    kind, block_bytes = INTEGER_KINDS[rounding.name][kind_name], panel_block_bytes(rounding)
+    expand = _make_expand(kind, rounding)
+    both, single = _make_apply(kind, rounding, PANEL_GROUPS), _make_apply(kind, rounding, 1)
 
     def multiply(args: int, thread: int) -> None:
         outputs, size = load_i64(args + dk.NUM_OUTPUTS), load_i64(args + dk.ITEM_OUTPUTS)
         panel = load_i64(args + dk.SCRATCH) + thread * load_i64(args + dk.SCRATCH_BYTES)
-        group_bytes = load_i64(args + dk.NUM_BLOCKS) * PANEL_BLOCK_BYTES
+        group_bytes = load_i64(args + dk.NUM_BLOCKS) * block_bytes
         item = claim(args)
         while item >= 0:
             stop = min(outputs, (item + 1) * size)
@@ -102,8 +97,8 @@ def make_int16_kernel(kind: IntegerKind) -> dk.KernelBody:
     return multiply
 
 
-def _make_expand(kind: IntegerKind) -> Step:
-    expand_group = make_expand_group(kind)
+def _make_expand(kind: IntegerKind, rounding: Rounding) -> Step:
+    expand_group = make_expand_group(kind, rounding)
 
     @compiled
     def expand(args: int, n: int, panel: int) -> None:
@@ -114,16 +109,16 @@ def _make_expand(kind: IntegerKind) -> Step:
     return expand
 
 
-def _make_apply(kind: IntegerKind, groups: int) -> Step:
+def _make_apply(kind: IntegerKind, rounding: Rounding, groups: int) -> Step:
     """Return the step that multiplies all rows with the groups of a panel."""
-    tiles = [make_int16_tile(rows, groups, has_minimum=kind.has_minimum) for rows in _ROWS]
-    six, four, two, one = tiles
+    six, four, two, one = (make_integer_tile(rows, groups, kind, rounding) for rows in _ROWS)
+    block_bytes = panel_block_bytes(rounding)
 
     @compiled
     def apply(args: int, n: int, panel: int) -> None:
         num_rows, blocks = load_i64(args + dk.NUM_ROWS), load_i64(args + dk.NUM_BLOCKS)
         x_bytes, out_bytes = load_i64(args + dk.X_BYTES), load_i64(args + dk.OUT_BYTES)
-        group_bytes = blocks * PANEL_BLOCK_BYTES
+        group_bytes = blocks * block_bytes
         row = 0
         while row < num_rows:
             left = num_rows - row
@@ -142,9 +137,3 @@ def _make_apply(kind: IntegerKind, groups: int) -> Step:
                 row += 1
 
     return apply
-
-
-def make_body(name: str) -> dk.KernelBody:
-    """Return the kernel of a name: "quantize", or "int16-" and a kind."""
-    what, _, kind = name.partition("-")
-    return make_int16_kernel(INTEGER_KINDS[kind]) if what == "int16" else make_quantize_kernel()
