@@ -38,8 +38,9 @@ class StepInput:
     def arrays(self, *, is_decode: bool) -> list[npt.NDArray[Any]]:
         """Return the step's values; its block tables' width is rounded to powers of two: few shapes occur."""
         tables = self.batch.block_tables
-        missing = max(_LEAST_WIDTH, 1 << (tables.shape[1] - 1).bit_length()) - tables.shape[1]
-        padded = np.pad(tables, ((0, 0), (0, missing))) if missing else tables
+        num_sequences, width = tables.shape
+        padded = np.zeros((num_sequences, max(_LEAST_WIDTH, 1 << (width - 1).bit_length())), tables.dtype)
+        padded[:, :width] = tables
         values: list[npt.NDArray[Any]] = [self.token_ids, self.positions, self.slot_mapping]
         values += [padded, self.batch.context_lens]
         return values if is_decode else [*values, self.batch.query_starts, self.logit_rows]
