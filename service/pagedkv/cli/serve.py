@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 
 from rich.console import Console
@@ -26,6 +27,7 @@ async def _serve(service: Service, console: Console) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     await service.start()
+    gc.freeze()  # model, kernels and modules live as long as the process; a full collection would walk them all
     console.print(f"[bold green]ready[/] gRPC on {service.address}")
     if service.metrics_url:
         console.print(f"      metrics and page map on {service.metrics_url}/")
