@@ -11,9 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers.server import serving
+from helpers.waiting import PATIENCE
 from pagedkv import errors
 from pagedkv.client import AsyncClient, Client
 from pagedkv.client.failure import to_exception
+from pagedkv.client.target import is_loopback
 from pagedkv.client.tensors import to_array, to_tensor
 from pagedkv.rpc import convert
 from pagedkv.rpc.status import code_of, to_status
@@ -94,6 +97,35 @@ async def test_nobody_listening_is_a_transport_error():
             with pytest.raises(errors.TransportError) as caught:
                 await asyncio.wait_for(call, 60)
             assert caught.value.code == "UNAVAILABLE"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+async def test_a_service_on_this_machine_is_reached_past_a_proxy_for_the_network(monkeypatch, host):
+    """Containers often have http_proxy and no no_proxy; the one here refuses every connection."""
+    for name in ("no_proxy", "no_grpc_proxy", "grpc_proxy", "https_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    async with serving() as served, AsyncClient(f"{host}:{served.server.port}", timeout=PATIENCE) as client:
+        assert (await client.usage()).total == 64
+
+
+@pytest.mark.parametrize(
+    ("target", "is_local"),
+    [
+        ("127.0.0.1:50051", True),
+        ("127.8.8.8:1", True),
+        ("localhost:50051", True),
+        ("[::1]:50051", True),
+        ("::1", True),
+        ("ipv4:127.0.0.1:5", True),
+        ("10.0.0.1:50051", False),
+        ("kv.example:50051", False),
+        ("localhost.example:50051", False),
+        ("dns:///kv.example:50051", False),
+    ],
+)
+def test_only_targets_on_this_machine_go_past_a_proxy(target, is_local):
+    assert is_loopback(target) == is_local
 
 
 def test_blocking_client_closes_twice_and_leaves_no_thread():

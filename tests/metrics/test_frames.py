@@ -156,7 +156,9 @@ def test_top_of_a_large_pool_stays_within_its_rows():
     assert len(drawn(view, 100).splitlines()) < 40
 
 
-async def test_top_reads_a_running_services_stream():
+async def test_top_reads_a_running_services_stream_past_a_proxy_for_the_network(monkeypatch):
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
     cache, metrics = make_metrics()
     run_prompt(cache, "a", list(range(40)))
     async with metrics_server(metrics) as (_, url):

@@ -157,7 +157,7 @@ class MetricsServer:
 
     def _is_allowed(self, request: Request) -> bool:
         """Whether the Host is this one: a page elsewhere must not reach a loopback port through a name of its own."""
-        return not _is_loopback(self._host) or _is_loopback(_host_name(request.headers.get("host", self._host)))
+        return not is_loopback(self._host) or is_loopback(_host_name(request.headers.get("host", self._host)))
 
     # -- answers ------------------------------------------------------------------------------------------------
 
@@ -264,7 +264,8 @@ def _host_name(host: str) -> str:
     return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether a host is this machine."""
     if host == "localhost":
         return True
     try:

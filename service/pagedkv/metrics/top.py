@@ -8,6 +8,7 @@ import urllib.request
 from collections import deque
 from collections.abc import Iterator
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 from rich.columns import Columns
 from rich.console import Group, RenderableType
@@ -17,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pagedkv.errors import InvalidArgument
+from pagedkv.metrics.http import is_loopback
 
 _GLYPHS: Final = (  # by BlockState: distinct without colour too
     ("·", "bright_black"),
@@ -87,12 +89,18 @@ def run_top(url: str) -> None:
 def stream_frames(url: str) -> Iterator[Frame]:
     """Yield the service's frames as they come. Raises InvalidArgument if nothing answers."""
     try:
-        with urllib.request.urlopen(url.rstrip("/") + "/api/events", timeout=_STREAM_SECONDS) as response:
+        with _opener(url).open(url.rstrip("/") + "/api/events", timeout=_STREAM_SECONDS) as response:
             for line in response:
                 if line.startswith(b"data: "):
                     yield json.loads(line[6:])
     except (OSError, ValueError) as error:
         raise InvalidArgument(f"no service answers at {url}: {error}", field="url", value=url) from error
+
+
+def _opener(url: str) -> urllib.request.OpenerDirector:
+    """Return what opens a page, past the environment's proxy where that could not reach it."""
+    is_here = is_loopback(urlsplit(url).hostname or "")
+    return urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if is_here else []))
 
 
 def render(view: PoolView, width: int) -> RenderableType:
