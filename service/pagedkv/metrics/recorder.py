@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
@@ -18,7 +18,6 @@ from pagedkv.metrics.series import SeriesStore
 _log = logging.getLogger(__name__)
 _TRACE_CONTEXT: Final = re.compile(r"[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
 _TIMED_KERNELS: Final = {  # operations of a backend, and the kernel's name in the metrics
-    "repeat": "decode_step",
     "attend": "attend",
     "write_kv": "write_kv",
     "rope_write_kv": "write_kv",
@@ -189,15 +188,17 @@ class KernelTimer:
         self._is_inside = False  # operations run on the device's thread, one after another
         for name, kernel in _TIMED_KERNELS.items():
             if hasattr(backend, name):
-                setattr(backend, name, self._timed(getattr(backend, name), kernel))
+                setattr(backend, name, self._timed(getattr(backend, name), lambda *args, kernel=kernel: kernel))
+        if hasattr(backend, "repeat"):
+            backend.repeat = self._timed(backend.repeat, _name_step)
 
-    def _timed(self, operation: Callable[..., Any], kernel: str) -> Any:
+    def _timed(self, operation: Callable[..., Any], name_kernel: Callable[..., str]) -> Any:
         @functools.wraps(operation)
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._is_inside:
                 return operation(*args, **kwargs)
             self._is_inside = True
-            stop = self._backend.stopwatch(functools.partial(self._recorder.on_kernel, kernel))
+            stop = self._backend.stopwatch(functools.partial(self._recorder.on_kernel, name_kernel(*args)))
             try:
                 result = operation(*args, **kwargs)
             except BaseException:
@@ -210,6 +211,11 @@ class KernelTimer:
             return result
 
         return call
+
+
+def _name_step(shape: Hashable, *_: Any) -> str:
+    """Return the kernel that a repeated step of the decoder counts as."""
+    return "prefill_step" if isinstance(shape, tuple) and shape[-1] == "prompts" else "decode_step"
 
 
 def trace_id_of(trace_context: str | None) -> str | None:

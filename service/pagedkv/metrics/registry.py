@@ -88,7 +88,10 @@ FINISHED_REASON: Final = Label("finished_reason", ("stop", "length", "cancelled"
 PHASE: Final = Label("phase", ("prefill", "decode"))
 BACKEND: Final = Label("backend", ("cpu", "cuda", OTHER))
 DTYPE: Final = Label("dtype", ("float32", "float16", "bfloat16", "int8", "float8_e4m3", OTHER))
-KERNEL: Final = Label("kernel", ("decode_step", "attend", "write_kv", "copy_blocks", "merge_states", "linear", OTHER))
+KERNEL: Final = Label(
+    "kernel",
+    ("decode_step", "prefill_step", "attend", "write_kv", "copy_blocks", "merge_states", "linear", OTHER),
+)
 MIN_LENGTH: Final = Label("min_length", tuple(str(1 << k) for k in range(31)))
 METHOD: Final = Label(
     "method",
