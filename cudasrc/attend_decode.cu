@@ -200,6 +200,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attend_decode(ATTEND_P
                 pack_parts(high[r][n], low[r][n], weights[0], weights[1]);
             }
             // a lane's columns of O^T are rows 2 (lane % 4) and the next, whose factors their own lanes know
+            if (!__any_sync(~0u, factor != 1.0f)) continue;  // often so once many keys were seen
             const float factors[2] = {__shfl_sync(~0u, factor, (lane & 3) * 8), __shfl_sync(~0u, factor, (lane & 3) * 8 + 4)};
 #pragma unroll
             for (int step = 0; step < kSteps; step++)

@@ -88,6 +88,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attend_mma(ATTEND_PARA
 #pragma unroll
         for (int i = 0; i < 4; i++) output[n][i] = 0.0f;
 
+    // keys before this one are visible to all rows, with nothing but the scale to apply
+    const bool is_plain = soft_cap <= 0.0f && window <= 0 && !alibi_slopes;
+    const int all_visible = is_plain ? min(work.position(0) + 1, work.end) : 0;
+    const float plain_scale = scale * kLog2E;
     int stage = 0;
     float largest_scale = 0.0f;  // of the values seen: what quantised outputs are relative to
     for (int first = work.begin; first < work.end; first += TILE_TOKENS, stage ^= 1) {
@@ -130,16 +134,29 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attend_mma(ATTEND_PARA
         }
 
         float best[2] = {NEGATIVE_INFINITY, NEGATIVE_INFINITY};
+        if constexpr (is_quantized(STORAGE)) {
+#pragma unroll
+            for (int n = 0; n < TILE_TOKENS / 8; n++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) scores[n][i] *= scales[n * 8 + (lane & 3) * 2 + (i & 1)] * kWidened;
+        }
+        if (first + TILE_TOKENS <= all_visible) {
+#pragma unroll
+            for (int n = 0; n < TILE_TOKENS / 8; n++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) scores[n][i] *= plain_scale;
+        } else {
+#pragma unroll
+            for (int n = 0; n < TILE_TOKENS / 8; n++)
+#pragma unroll
+                for (int i = 0; i < 4; i++)
+                    scores[n][i] = transform_score(scores[n][i], first + n * 8 + (lane & 3) * 2 + (i & 1),
+                                                   positions[i >> 1], work.end, window, scale, soft_cap, slopes[i >> 1]);
+        }
 #pragma unroll
         for (int n = 0; n < TILE_TOKENS / 8; n++)
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const int token = n * 8 + (lane & 3) * 2 + (i & 1);
-                if constexpr (is_quantized(STORAGE)) scores[n][i] *= scales[token] * kWidened;
-                scores[n][i] = transform_score(scores[n][i], first + token, positions[i >> 1], work.end, window,
-                                               scale, soft_cap, slopes[i >> 1]);
-                best[i >> 1] = fmaxf(best[i >> 1], scores[n][i]);
-            }
+            for (int i = 0; i < 4; i++) best[i >> 1] = fmaxf(best[i >> 1], scores[n][i]);
         float shrink = 1.0f, inverse_scale = 0.0f;
         if constexpr (is_quantized(STORAGE)) {
             const float before = largest_scale;
@@ -147,13 +164,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attend_mma(ATTEND_PARA
             largest_scale = warp_max(largest_scale);
             if (largest_scale > 0.0f) inverse_scale = 1.0f / largest_scale, shrink = before / largest_scale;
         }
+        float factors[2];
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             best[r] = fmaxf(best[r], __shfl_xor_sync(~0u, best[r], 1));
             best[r] = fmaxf(best[r], __shfl_xor_sync(~0u, best[r], 2));
-            const float factor = states[r].raise(best[r]) * shrink;
+            factors[r] = states[r].raise(best[r]) * shrink;
+        }
+        if (__any_sync(~0u, factors[0] != 1.0f || factors[1] != 1.0f)) {  // rare once many keys were seen
 #pragma unroll
-            for (int n = 0; n < HEAD_DIM / 8; n++) output[n][2 * r] *= factor, output[n][2 * r + 1] *= factor;
+            for (int n = 0; n < HEAD_DIM / 8; n++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) output[n][i] *= factors[i >> 1];
         }
 #pragma unroll
         for (int n = 0; n < TILE_TOKENS / 8; n++)

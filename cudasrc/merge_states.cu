@@ -1,6 +1,9 @@
 // Merge partial attention results by their lse: partitions of one sequence, cascades, parts from other servers.
-// A warp per (query, head); an empty part (lse -inf) is never read, for its output may be anything.
+// A warp per (query, head), first a lane per part, then 16 bytes of the output a lane; an empty part (lse -inf) is
+// never read, for its output may be anything.
 #include "softmax.cuh"
+
+constexpr int kQuads = 2;  // of a lane: head dims up to 256
 
 extern "C" __global__ void merge_states(const float* __restrict__ outputs,  // [num_parts, num_rows, head_dim]
                                         const float* __restrict__ lses,     // [num_parts, num_rows]
@@ -9,23 +12,41 @@ extern "C" __global__ void merge_states(const float* __restrict__ outputs,  // [
                                         const int64 num_rows, const int num_parts, const int head_dim) {
     const int64 row = (blockIdx.x * (int64)blockDim.x + threadIdx.x) / 32;
     const int lane = threadIdx.x & 31;
-    if (row >= num_rows) return;
+    if (row >= num_rows) return;  // whole warps only
     SoftmaxState state;
     state.init();
-    for (int part = 0; part < num_parts; part++) state.raise(lses[part * num_rows + row] * kLog2E);
-    for (int part = 0; part < num_parts; part++) state.sum += state.weight(lses[part * num_rows + row] * kLog2E);
+    for (int part = lane; part < num_parts; part += 32) state.raise(lses[part * num_rows + row] * kLog2E);
+    state.max = warp_max(state.max);
+    for (int part = lane; part < num_parts; part += 32) state.sum += state.weight(lses[part * num_rows + row] * kLog2E);
+    state.sum = warp_sum(state.sum);
     const float factor = state.normalizer();
-    for (int dim = lane * 4; dim < head_dim; dim += 128) {
-        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        for (int part = 0; part < num_parts; part++) {
-            const float weight = state.weight(lses[part * num_rows + row] * kLog2E) * factor;
-            if (weight == 0.0f) continue;
-            const float4 value =
-                *reinterpret_cast<const float4*>(outputs + (part * num_rows + row) * head_dim + dim);
-            sum.x = fmaf(weight, value.x, sum.x), sum.y = fmaf(weight, value.y, sum.y);
-            sum.z = fmaf(weight, value.z, sum.z), sum.w = fmaf(weight, value.w, sum.w);
+    float4 total[kQuads];
+#pragma unroll
+    for (int quad = 0; quad < kQuads; quad++) total[quad] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    for (int first = 0; first < num_parts; first += 32) {
+        const int mine = first + lane;
+        const float own = mine < num_parts ? state.weight(lses[mine * num_rows + row] * kLog2E) * factor : 0.0f;
+#pragma unroll 4
+        for (int part = first; part < min(first + 32, num_parts); part++) {
+            const float weight = __shfl_sync(~0u, own, part - first);
+            if (weight == 0.0f) continue;  // the whole warp
+#pragma unroll
+            for (int quad = 0; quad < kQuads; quad++) {
+                const int dim = (quad * 32 + lane) * 4;
+                if (dim >= head_dim) continue;
+                const float4 value =
+                    *reinterpret_cast<const float4*>(outputs + (part * num_rows + row) * head_dim + dim);
+                total[quad].x = fmaf(weight, value.x, total[quad].x);
+                total[quad].y = fmaf(weight, value.y, total[quad].y);
+                total[quad].z = fmaf(weight, value.z, total[quad].z);
+                total[quad].w = fmaf(weight, value.w, total[quad].w);
+            }
         }
-        *reinterpret_cast<float4*>(output + row * head_dim + dim) = sum;
+    }
+#pragma unroll
+    for (int quad = 0; quad < kQuads; quad++) {
+        const int dim = (quad * 32 + lane) * 4;
+        if (dim < head_dim) *reinterpret_cast<float4*>(output + row * head_dim + dim) = total[quad];
     }
     if (lane == 0) lse[row] = state.lse();
 }

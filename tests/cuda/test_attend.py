@@ -17,6 +17,7 @@ from helpers.attention_cases import (
 )
 from helpers.cuda import make_virtual_backend
 from pagedkv.compute.backend import AttentionParams
+from pagedkv.compute.cuda.attention import choose_partitions, make_tiles
 from pagedkv.compute.cuda.kernels import choose_attention
 from pagedkv.compute.layout import KvLayout
 from pagedkv.config import KvShape
@@ -125,6 +126,19 @@ def test_decode_by_default_is_on_tensor_cores_where_the_group_is_4_or_more_and_1
     shapes = [KvShape(1, 4 * group, 4, 64, dtype) for group in (1, 3, 4, 16, 17) for dtype in FLOATS[:2]]
     names = [choose_attention(shape, shape.group_size).name for shape in shapes]
     assert names == ["attend"] * 5 + ["attend_decode", "attend", "attend_decode", "attend", "attend_mma"]
+
+
+def test_parts_fill_the_device_and_no_more_and_none_is_too_small():
+    parts = [choose_partitions(items, 396, keys, 256) for items, keys in ((512, 2048), (128, 2048), (8, 4096))]
+    assert parts == [3, 3, 16]  # 1,536 of 4 x 396 places, 384 of 396; 16 parts of 256 keys
+    assert choose_partitions(1, 396, 131_072, 256) == 128
+    assert choose_partitions(4096, 264, 8192, 256) == 1
+    assert choose_partitions(1, 396, 1, 256) == 1
+
+
+def test_tiles_of_a_sequence_begin_with_the_one_that_sees_most():
+    tiles = make_tiles(np.array([5, 0, 1, 9]), group_size=2, rows=4)
+    assert tiles.tolist() == [[0, 2], [0, 1], [0, 0], [2, 0], [3, 4], [3, 3], [3, 2], [3, 1], [3, 0]]
 
 
 OPTIONS = {

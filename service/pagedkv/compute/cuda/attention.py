@@ -17,8 +17,9 @@ from pagedkv.compute.cuda.pool import DevicePool
 from pagedkv.compute.layout import KvLayout
 from pagedkv.config import require
 
-MAX_PARTITIONS = 32
-WAVES = 2  # CTAs to have for each SM before a sequence is not split any further
+MAX_PARTITIONS = 128
+KEY_GRAIN = 64  # a part is a multiple of a tile's keys
+FIXED_KEYS = 64  # what begin and end of a CTA cost, in keys
 
 
 class CudaAttention:
@@ -72,7 +73,7 @@ class CudaAttention:
         query_lens = np.diff(batch.query_starts)
         variant = choose_attention(shape, int(query_lens.max()) * shape.group_size, self._tensor_cores)
         tiles = self.device.derived(batch, lambda: make_tiles(query_lens, shape.group_size, variant.rows))
-        grid = (len(tiles), shape.num_kv_heads, self._num_partitions(len(tiles), self._longest(batch)))
+        grid = (len(tiles), shape.num_kv_heads, self._num_partitions(variant, len(tiles), self._longest(batch)))
         if grid[2] == 1:
             self._launch_attend(variant, grid, layer, queries, batch, params, (tiles, output, lse))
             return
@@ -94,10 +95,11 @@ class CudaAttention:
             return int(batch.context_lens.max())
         return batch.block_tables.shape[1] * self.layout.block_size
 
-    def _num_partitions(self, num_tiles: int, longest: int) -> int:
-        """Return how many CTAs may share a (tile, KV head): enough to fill the device, none with too few keys."""
-        wanted = -(-WAVES * self.device.context.info.num_sms // (num_tiles * self.layout.shape.num_kv_heads))
-        return max(1, min(wanted, -(-longest // self._min_partition), MAX_PARTITIONS))
+    def _num_partitions(self, variant: Variant, num_tiles: int, longest: int) -> int:
+        """Return how many CTAs share a (tile, KV head): so many that the device is filled, none with too few keys."""
+        ctas_per_sm = self.device.function(variant).ctas_per_sm(variant.num_threads)
+        slots = self.device.context.info.num_sms * ctas_per_sm
+        return choose_partitions(num_tiles * self.layout.shape.num_kv_heads, slots, longest, self._min_partition)
 
     def _launch_attend(
         self,
@@ -181,9 +183,26 @@ class CudaAttention:
         return code
 
 
+def choose_partitions(num_items: int, slots: int, num_keys: int, min_partition: int) -> int:
+    """Return into how many parts `num_items` of `num_keys` keys are divided, that `slots` of them run at a time.
+
+    The one with the least time: as many rounds as fill the slots, times the keys of a part.
+    """
+    most = max(1, min(-(-num_keys // min_partition), MAX_PARTITIONS))
+
+    def time(parts: int) -> int:
+        length = max(min_partition, -(-num_keys // parts))
+        return -(-num_items * parts // slots) * (-(-length // KEY_GRAIN) * KEY_GRAIN + FIXED_KEYS)
+
+    return min(range(1, most + 1), key=time)
+
+
 def make_tiles(query_lens: npt.NDArray[np.integer[Any]], group_size: int, rows: int) -> npt.NDArray[np.int32]:
-    """Return [num_tiles, 2]: the sequence of each query tile and the tile's number in it."""
+    """Return [num_tiles, 2]: the sequence of each query tile and the tile's number in it, the last one first.
+
+    A later tile sees more keys; the short ones, started last, fill up the device's end.
+    """
     counts = -(-query_lens.astype(np.int64) * group_size // rows)
     sequences = np.repeat(np.arange(len(counts)), counts)
-    numbers = np.arange(len(sequences)) - np.repeat(np.cumsum(counts) - counts, counts)
+    numbers = np.repeat(np.cumsum(counts), counts) - 1 - np.arange(len(sequences))
     return np.stack([sequences, numbers], axis=1).astype(np.int32)

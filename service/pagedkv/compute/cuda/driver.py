@@ -160,6 +160,7 @@ class Function:
     def __init__(self, driver: Driver, handle: Any, signature: str, shared_bytes: int) -> None:
         self._driver, self._handle, self._shared_bytes = driver, handle, shared_bytes
         self._kinds = tuple(_KINDS[letter] for letter in signature)
+        self._ctas_per_sm: dict[int, int] = {}
         if shared_bytes > 0:
             kinds = driver.module.CUfunction_attribute
             driver.call(
@@ -167,6 +168,14 @@ class Function:
             )
             carveout = kinds.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
             driver.call("cuFuncSetAttribute", handle, carveout, 100)  # per cent: as many CTAs on an SM as fit
+
+    def ctas_per_sm(self, num_threads: int) -> int:
+        """Return how many CTAs of as many threads an SM holds at once; at least 1."""
+        if num_threads not in self._ctas_per_sm:
+            args = (self._handle, num_threads, self._shared_bytes)
+            found = int(self._driver.call("cuOccupancyMaxActiveBlocksPerMultiprocessor", *args))
+            self._ctas_per_sm[num_threads] = max(1, found)
+        return self._ctas_per_sm[num_threads]
 
     def launch(self, grid: tuple[int, int, int], num_threads: int, stream: Any, *args: float) -> None:
         """Enqueue a launch; the driver copies the arguments before it returns. Raises DeviceError."""

@@ -14,13 +14,15 @@ from pagedkv.compute.backend import (
 )
 from pagedkv.compute.cpu import validation
 from pagedkv.compute.cuda.array import DeviceArray
-from pagedkv.compute.cuda.attention import WAVES, CudaAttention
+from pagedkv.compute.cuda.attention import CudaAttention
 from pagedkv.compute.cuda.kernels import (
     plain_variant,
     rope_write_variant,
     write_variant,
 )
 from pagedkv.config import require
+
+ROPE_CTAS = 8  # CTAs to have for each SM before a token's heads are not divided any further
 
 
 class CudaKvOps(CudaAttention):
@@ -62,7 +64,7 @@ class CudaKvOps(CudaAttention):
         if not num_tokens:
             return
         variant, num_rows = rope_write_variant(shape), shape.num_heads + 2 * shape.num_kv_heads
-        parts = min(-(-num_rows * 32 // variant.num_threads), -(-WAVES * device.context.info.num_sms // num_tokens))
+        parts = min(-(-num_rows * 32 // variant.num_threads), -(-ROPE_CTAS * device.context.info.num_sms // num_tokens))
         device.launch(
             variant,
             (num_tokens, parts, 1),
