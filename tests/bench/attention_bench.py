@@ -43,7 +43,7 @@ def measure(
     if wider:
         turns["float16"] = wider.seconds
     turns |= {peer.label: peer.seconds for peer in peers}
-    samples = take_turns(turns, rounds, PAUSE_SECONDS if peers else 0)
+    samples = take_turns(turns, rounds, PAUSE_SECONDS if peers else 0, shape.rotation(dtype) if peers else 0)
     pool.close()
     if wider:
         wider.close()

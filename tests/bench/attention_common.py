@@ -40,6 +40,10 @@ class Shape:
     def kv_bytes(self, dtype: DType) -> int:
         return 2 * self.batch * self.context * self.num_kv_heads * self.head_dim * dtype.itemsize
 
+    def rotation(self, dtype: DType, rotation_bytes: int = ROTATION_BYTES) -> int:
+        """Return the number of layers whose keys and values together have `rotation_bytes` or more."""
+        return max(1, -(-rotation_bytes // self.kv_bytes(dtype)))
+
     def flops(self) -> float:
         """Multiplications and additions over the keys that a causal mask leaves."""
         keys = sum(self.context - self.query_len + 1 + row for row in range(self.query_len))
@@ -51,7 +55,7 @@ class FilledPool:
 
     def __init__(self, shape: Shape, dtype: DType, block_size: int, rotation_bytes: int = ROTATION_BYTES) -> None:
         self.shape = shape
-        layers = max(1, -(-rotation_bytes // shape.kv_bytes(dtype)))
+        layers = shape.rotation(dtype, rotation_bytes)
         per_sequence = -(-shape.context // block_size)
         kv_shape = KvShape(layers, shape.num_heads, shape.num_kv_heads, shape.head_dim, dtype)
         layout = KvLayout(kv_shape, shape.batch * per_sequence, block_size)

@@ -60,19 +60,24 @@ def write_result(name: str, result: Mapping[str, Any]) -> Path:
     return path
 
 
-def take_turns(turns: Mapping[str, Callable[[], float]], rounds: int, pause_seconds: float) -> dict[str, list[float]]:
+def take_turns(
+    turns: Mapping[str, Callable[[], float]], rounds: int, pause_seconds: float, calls_untimed: int = 0
+) -> dict[str, list[float]]:
     """Return each one's times in milliseconds, `rounds` of them; a turn returns its own seconds.
 
     Before each turn idle threads of the one before spin out (Intel's OpenMP lets them for 0.2 s); then it runs
-    untimed until its own threads are awake and the clocks are up again, which takes an idle machine some milliseconds.
+    untimed until its own threads are awake and the clocks are up again, which takes an idle machine some milliseconds,
+    and at least `calls_untimed` times. A problem that rotates over its memory passes through all of it so: a virtual
+    machine's host takes pages away that nobody read for seconds, and the first to read them again waits.
     """
     samples: dict[str, list[float]] = {name: [] for name in turns}
     for _ in range(rounds):
         for name, turn in turns.items():
             time.sleep(pause_seconds)
-            until = time.perf_counter() + _WAKING_SECONDS
-            while time.perf_counter() < until:
+            until, calls = time.perf_counter() + _WAKING_SECONDS, 0
+            while time.perf_counter() < until or calls < calls_untimed:
                 turn()
+                calls += 1
             samples[name].append(1e3 * turn())
     return samples
 
