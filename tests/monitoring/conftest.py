@@ -40,7 +40,8 @@ def keys_and_values(num_tokens):
 class MixedLoad:
     """Streams, cancels, forks, swaps, truncates, frees and errs in a thread of its own until the block ends.
 
-    With `crowd`, four long generations that do not fit the pool together run beside it once: one is preempted.
+    With `crowd`, four long generations that do not fit the pool together run beside it once: one is preempted; and a
+    sequence lies in host memory all the time.
     """
 
     def __init__(self, address, crowd=False):
@@ -56,19 +57,26 @@ class MixedLoad:
 
     def __exit__(self, *_):
         self._stop.set()
-        self._thread.join(60)
+        self._thread.join(120)
+        assert not self._thread.is_alive()
         if self.failure:
             raise self.failure
 
     async def _run(self):
         try:
             async with AsyncClient(self._address) as client, asyncio.TaskGroup() as beside:
+                numbers = range(4) if self._crowd else ()
                 if self._crowd:
-                    for number in range(4):
-                        beside.create_task(self._generate_long(client, number))
+                    await self._use_cache(client)  # while there is room
+                    await self._park(client)
+                crowd = [beside.create_task(self._generate_long(client, number)) for number in numbers]
                 while not self._stop.is_set():
                     await asyncio.gather(self._generate(client), self._cancel(client), self._use_cache(client))
                     self.rounds += 1
+                for task in crowd:
+                    task.cancel()
+                if self._crowd:
+                    await client.free("parked")
         except Exception as error:
             self.failure = error
 
@@ -94,6 +102,11 @@ class MixedLoad:
         await client.free([sequence_id for sequence_id in left if sequence_id.startswith(name)])
         with contextlib.suppress(PagedKvError):
             await client.sequence("gone")
+
+    async def _park(self, client):
+        await client.allocate("parked")
+        await client.append("parked", *keys_and_values(20))
+        await client.swap_out("parked")
 
     async def _use_sequence(self, client, name):
         await client.allocate(name, list(range(40)))

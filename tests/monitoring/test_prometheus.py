@@ -90,6 +90,7 @@ def prometheus(service, tmp_path_factory):
             reader.wait_for(lambda: reader.query(preempted), f"preemption by swap; see {folder}/log")
             ready = "count_over_time(pagedkv:slow_first_tokens:ratio_rate5m[1m]) > 2"
             reader.wait_for(lambda: reader.query(ready), f"data; see {folder}/log")
+            reader.wait_for(lambda: load.rounds > 2, "rounds of the load")
             reader.rounds = load.rounds
             yield reader
     finally:
