@@ -18,7 +18,7 @@ from pagedkv.engine.batch import build_step_input
 from pagedkv.engine.observer import EngineObserver, NullObserver, StepReport
 from pagedkv.engine.outbox import Outbox
 from pagedkv.engine.request import FinishReason, GenerationRequest
-from pagedkv.engine.sampler import FloatArray, sample_greedy
+from pagedkv.engine.sampler import FloatArray, sample_rows
 from pagedkv.engine.scheduler import ScheduledChunk, Scheduler
 from pagedkv.engine.state import RequestState
 from pagedkv.engine.stream import GenerationStream
@@ -217,7 +217,7 @@ class Engine:
         logits = await self._completion(future)
         self._outbox.deliver()  # nothing is left of the last step unless the device was that fast
         ready = [chunk.request for chunk in chunks if chunk.produces_token]
-        sampled = await self._sample(ready, logits)
+        sampled = await sample_rows([request.sampler for request in ready], logits)
         now = time.perf_counter()
         for request, token_id in zip(ready, sampled, strict=True):
             if request.finish_reason is None:
@@ -240,14 +240,6 @@ class Engine:
             swaps, self._swaps = self._swaps, []
             await asyncio.gather(done, *swaps)
         return await done
-
-    async def _sample(self, requests: Sequence[RequestState], logits: FloatArray) -> Sequence[int | DeviceError]:
-        def sample() -> list[int | DeviceError]:
-            return [_sample_one(request, row) for request, row in zip(requests, logits, strict=True)]
-
-        if all(request.sampler.is_greedy for request in requests):
-            return sample_greedy(logits) or sample()
-        return await asyncio.to_thread(sample)  # sorting a vocabulary for top-p takes milliseconds
 
     def _accept(self, request: RequestState, token_id: int | DeviceError, now: float) -> None:
         """Take a sampled token in; readers and observers hear of it from the outbox."""
@@ -300,13 +292,6 @@ def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> No
         require(
             0 <= token_id < vocab_size, f"{field}[{position}]", f"must be in [0, {vocab_size})", token_id, vocab_size
         )
-
-
-def _sample_one(request: RequestState, row: FloatArray) -> int | DeviceError:
-    try:
-        return request.sampler.sample(row)
-    except DeviceError as error:
-        return error
 
 
 def _report(chunks: Sequence[ScheduledChunk], step: StepInput, seconds: float) -> StepReport:

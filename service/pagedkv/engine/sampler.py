@@ -1,6 +1,9 @@
-"""Choose the next token from a row of logits."""
+"""Choose the next tokens from rows of logits."""
 
 from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -62,6 +65,24 @@ def sample_greedy(logits: FloatArray) -> list[int] | None:
     """Return the arg max of each row of logits [num_rows, vocab_size] float32; None if any row has none to draw."""
     best = logits.argmax(axis=1)
     return best.tolist() if np.isfinite(logits[np.arange(len(logits)), best]).all() else None
+
+
+async def sample_rows(samplers: Sequence[Sampler], logits: FloatArray) -> Sequence[int | DeviceError]:
+    """Return a token id for each row of logits [num_rows, vocab_size], or the error that the row alone ends with."""
+
+    def sample() -> list[int | DeviceError]:
+        return [_sample_row(sampler, row) for sampler, row in zip(samplers, logits, strict=True)]
+
+    if all(sampler.is_greedy for sampler in samplers):
+        return sample_greedy(logits) or sample()
+    return await asyncio.to_thread(sample)  # sorting a vocabulary for top-p takes milliseconds
+
+
+def _sample_row(sampler: Sampler, row: FloatArray) -> int | DeviceError:
+    try:
+        return sampler.sample(row)
+    except DeviceError as error:
+        return error
 
 
 def candidates_scores(logits: FloatArray, candidates: npt.NDArray[np.intp] | None) -> npt.NDArray[np.float64]:
