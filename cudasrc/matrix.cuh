@@ -4,7 +4,12 @@
 #include "async_copy.cuh"
 
 constexpr int kOperand = STORAGE == BFLOAT16 ? BFLOAT16 : FLOAT16;
-constexpr float kWidened = STORAGE == FLOAT8 ? 256.0f : 1.0f;  // an element over what it is widened to
+#if __CUDA_ARCH__ >= 890
+constexpr bool kConvertsFloat8 = true;  // by an instruction
+#else
+constexpr bool kConvertsFloat8 = false;
+#endif
+constexpr float kWidened = STORAGE == FLOAT8 && !kConvertsFloat8 ? 256.0f : 1.0f;  // an element over what it is widened to
 
 // c[16, 8] += a[16, 16] b[16, 8].
 __device__ __forceinline__ void multiply(float (&c)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
@@ -29,7 +34,7 @@ __device__ __forceinline__ void load_matrices_transposed(uint32 (&r)[4], uint32 
 }
 
 // Two of a word's bytes, picked by a nibble each of `bytes`, as two float16: a signed byte plus 1152 is 1024 and its
-// bits, an e4m3 has float16's form but for the bias.
+// bits, an e4m3 has float16's form but for the bias where no instruction converts it.
 template <int kLow, int kHigh>
 __device__ __forceinline__ uint32 widen(uint32 word) {
     constexpr uint32 kSelect = 0x4040 | kHigh << 8 | kLow;
@@ -39,8 +44,15 @@ __device__ __forceinline__ uint32 widen(uint32 word) {
         asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(wide) : "r"(biased), "r"(0x64806480u));
         return wide;
     }
+#if __CUDA_ARCH__ >= 890
+    const uint32 pair = kLow == 0 && kHigh == 1 ? word : __byte_perm(word, 0, kHigh << 4 | kLow);
+    uint32 wide;
+    asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, low; }" : "=r"(wide) : "r"(pair));
+    return wide;
+#else
     const uint32 spread = __byte_perm(word, 0, kSelect);
     return ((spread & 0x00800080u) << 8) | ((spread & 0x007F007Fu) << 7);
+#endif
 }
 
 // A pair of floats as two operands whose sum has twice the bits: the high part and what is left.

@@ -11,12 +11,13 @@ import pytest
 
 from helpers.attention_cases import Case, assert_close, attend, blocks_needed, expected, fill, make_case, make_layout
 from helpers.attention_cases import poison as poison_pool
-from helpers.cuda import make_virtual_backend
+from helpers.cuda import SMALL, make_virtual_backend
 from pagedkv.compute.backend import AttentionParams
 from pagedkv.compute.cpu.backend import CpuBackend
 from pagedkv.compute.cuda.kernels import choose_attention
 from pagedkv.compute.layout import KvLayout
 from pagedkv.dtypes import DType
+from virtual_gpu import Profile
 
 KINDS: dict[DType, Any] = {DType.INT8: np.int8, DType.FLOAT8_E4M3: ml_dtypes.float8_e4m3fn}
 quantized = pytest.mark.parametrize("dtype", KINDS)
@@ -53,12 +54,13 @@ def check_attend(
     params: AttentionParams | None = None,
     *,
     tensor_cores: bool = False,
+    profile: Profile = SMALL,
 ) -> None:
     """Attend on a pool poisoned with NaN.
 
     CUDA cores give float32 arithmetic on what is stored, so do tensor cores for few rows; for many they give 2e-3.
     """
-    backend, driver = make_virtual_backend(layout, min_partition=64, tensor_cores=tensor_cores)
+    backend, driver = make_virtual_backend(layout, min_partition=64, tensor_cores=tensor_cores, profile=profile)
     case = make_case(layout, lens, query_lens, np.random.default_rng(len(lens)))
     poison_pool(backend)
     fill(backend, case, 1)
@@ -108,6 +110,15 @@ def test_decode_on_tensor_cores_any_head_dim_equals_the_oracle_on_the_stored_val
     lens = [1, 15, 16, 17, 150, 0]
     layout = make_layout(2 * rows, 2, head_dim, 16, blocks_needed(lens, 16) + 2, 2, dtype)
     check_attend(layout, lens, [1, 1, 1, 1, 1, 0], tensor_cores=True)
+
+
+@pytest.mark.parametrize("num_queries", [1, 20])
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+def test_attend_on_a_device_that_converts_float8_itself_equals_the_oracle(head_dim, num_queries):
+    profile = replace(SMALL, capability=(9, 0))
+    lens = [num_queries, 100]
+    layout = make_layout(4, 1, head_dim, 16, blocks_needed(lens, 16) + 2, 2, DType.FLOAT8_E4M3)
+    check_attend(layout, lens, [num_queries, 1], tensor_cores=True, profile=profile)
 
 
 @quantized

@@ -14,7 +14,7 @@ ATTEND_SIGNATURE = "P" * 10 + "q" * 6 + "i" * 5 + "ff"
 STAGE_LIMIT = 72 << 10  # bytes of shared memory for K and V tiles: three CTAs on an SM of 228 KiB, one on 100 KiB
 MAX_ROWS = 8  # rows of a query tile on CUDA cores
 DECODE_ROWS = 16  # most rows whose keys the warps of a CTA divide
-FEWEST_TENSOR_ROWS = 4  # fewer rows cost CUDA cores less than their share of the memory's time
+FEWEST_TENSOR_ROWS = 2  # one row costs CUDA cores half the instructions that the memory leaves time for, two most
 MMA_ROWS = 16  # rows of a warp on tensor cores
 _POOL = "qqqqii"  # strides of the page pool
 _SIGNATURES = {
@@ -143,7 +143,7 @@ def _attention(name: str, shape: KvShape, rows: int, tokens: int, warps: int, sh
 def choose_attention(shape: KvShape, max_rows: int, tensor_cores: bool | None = None) -> Variant:
     """Return the variant for a batch whose largest sequence has `max_rows` rows.
 
-    Tensor cores serve storage of 16 and 8 bits from 4 rows on; `tensor_cores` forces the choice.
+    Tensor cores serve storage of 16 and 8 bits from 2 rows on; `tensor_cores` forces the choice.
     """
     can = shape.dtype is not DType.FLOAT32
     if not (can and max_rows >= FEWEST_TENSOR_ROWS if tensor_cores is None else tensor_cores and can):
