@@ -17,9 +17,11 @@ import numpy as np
 
 from pagedkv.compute.cpu import attention_args as at
 from pagedkv.compute.cpu.attention_bytes import make_accumulate_bytes, make_score_bytes, make_split_queries
+from pagedkv.compute.cpu.attention_packed import make_accumulate_many, make_pack_chunk, make_score_many
 from pagedkv.compute.cpu.attention_softmax import STATE_ARRAYS, make_softmax_rows
 from pagedkv.compute.cpu.attention_steps import (
     PACK_ROWS,
+    SEEN_ROWS,
     Step,
     compiled,
     make_accumulate,
@@ -27,11 +29,9 @@ from pagedkv.compute.cpu.attention_steps import (
     make_exp2_of,
     make_fill_tables,
     make_load_queries,
-    make_outer_rows,
-    make_pack_chunk,
     make_score_decode,
 )
-from pagedkv.compute.cpu.attention_tiles import MODE_CLEAR, MODE_PREFETCH
+from pagedkv.compute.cpu.attention_tiles import MODE_PREFETCH
 from pagedkv.compute.cpu.simd import (
     KIND_E4M3,
     KIND_F32,
@@ -139,8 +139,7 @@ def _make_attend_chunk(width: int, kind: int, has_byte_dots: bool) -> Step:
     accumulate_few = make_accumulate_bytes() if has_byte_dots else make_accumulate(width, kind, MODE_PREFETCH, True)
     softmax_rows = make_softmax_rows(width, is_quantized)
     pack_chunk, copy_scales = make_pack_chunk(width, kind), make_copy_scales(width, kind)
-    score_packed = make_outer_rows(width, 4, KIND_F32, MODE_CLEAR, False)
-    accumulate_packed = make_accumulate(width, KIND_F32, 0, False)
+    score_many, accumulate_many = make_score_many(width), make_accumulate_many(width)
 
     @compiled
     def attend_chunk(
@@ -162,28 +161,27 @@ def _make_attend_chunk(width: int, kind: int, has_byte_dots: bool) -> Step:
         if is_packed:
             pack_chunk(here, ahead, _TABLE_BYTES, shift, count, head_dim, keys, key_stride, values)
             store_i64(single, keys)
-            for column in range(0, count, 4 * width):
-                score_packed(
-                    single, head_dim, head_dim, key_stride, column, queries, 4 * head_dim,
-                    scores + 4 * column, stride, alphas, single, 0, rows,
-                )  # fmt: skip
+            score_many(
+                args, item, token, count, rows, head_dim, single, key_stride, queries, scores, stride, alphas
+            )  # fmt: skip
         else:
             score_few(queries, rows, head_dim, scores, stride, shift, count, here, ahead, beyond - ahead)
         if is_quantized:
             value_offset = (4 << shift) * load_i64(args + at.NUM_KV_HEADS)
             table, after = here + 2 * _TABLE_BYTES, ahead + 2 * _TABLE_BYTES
             copy_scales(table, after, shift, value_offset, count, key_scales, value_scales)
-        softmax_rows(args, item, kv_head, rows, token, count, scores, stride, state, key_scales, value_scales)
+        tile = SEEN_ROWS if is_packed else rows
+        softmax_rows(args, item, kv_head, rows, tile, token, count, scores, stride, state, key_scales, value_scales)
         if not is_packed:
             after = ahead + _TABLE_BYTES
             far, table = beyond - ahead, here + _TABLE_BYTES
             accumulate_few(table, 1 << shift, count, head_dim, scores, stride, sums, alphas, after, far, rows)
         elif is_float32:
             table = here + _TABLE_BYTES
-            accumulate_packed(table, 1 << shift, count, head_dim, scores, stride, sums, alphas, table, 0, rows)
+            accumulate_many(args, item, token, count, rows, head_dim, table, 1 << shift, scores, stride, sums, alphas)
         else:
             store_i64(single, values)
-            accumulate_packed(single, count, count, head_dim, scores, stride, sums, alphas, single, 0, rows)
+            accumulate_many(args, item, token, count, rows, head_dim, single, count, scores, stride, sums, alphas)
 
     return attend_chunk
 

@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 
 from pagedkv.compute.cpu import attention_args as at
-from pagedkv.compute.cpu.attention_steps import Step, compiled
+from pagedkv.compute.cpu.attention_steps import Step, compiled, make_count_seen
 from pagedkv.compute.cpu.simd import (
     add,
     exp2,
@@ -45,12 +45,14 @@ _ZERO: Final = np.float32(0.0)
 def make_softmax_rows(width: int, is_quantized: bool) -> Step:
     """Return the step that turns a chunk's products into weights for all rows of an item."""
     mask_row, weigh_row = _make_mask_row(width, is_quantized), _make_weigh_row(width, is_quantized)
+    count_seen = make_count_seen()
 
     @compiled
     def softmax_rows(
-        args: int, item: int, kv_head: int, rows: int, token: int, count: int,
+        args: int, item: int, kv_head: int, rows: int, tile: int, token: int, count: int,
         scores: int, stride: int, state: int, key_scales: int, value_scales: int,
     ) -> None:  # fmt: skip
+        """Of each `tile` rows, what the last of them does not see is neither read nor written."""
         size = 4 * load_i64(args + at.MAX_ROWS)
         totals, alphas, bases, fresh = state + size, state + 2 * size, state + 3 * size, state + 4 * size
         group, window = load_i64(args + at.GROUP_SIZE), load_i64(args + at.WINDOW)
@@ -59,7 +61,8 @@ def make_softmax_rows(width: int, is_quantized: bool) -> Step:
         for row in range(rows):
             slope = _ZERO if slopes == 0 else load_f32(slopes + 4 * (kv_head * group + head))
             first, stop = max(0, position - window + 1 - token), min(count, position + 1 - token)
-            largest = mask_row(scores + row * stride, count, first, stop, token - position, soft_cap, slope, key_scales)
+            seen = count_seen(args, item, rows, row - row % tile + tile, token, count)
+            largest = mask_row(scores + row * stride, seen, first, stop, token - position, soft_cap, slope, key_scales)
             store_f32(fresh + 4 * row, largest)
             head += 1
             if head == group:
@@ -72,7 +75,8 @@ def make_softmax_rows(width: int, is_quantized: bool) -> Step:
             store(state + lane, peak)
             store(bases + lane, base)
         for row in range(rows):
-            store_f32(fresh + 4 * row, weigh_row(scores + row * stride, count, load_f32(bases + 4 * row), value_scales))
+            seen = count_seen(args, item, rows, row - row % tile + tile, token, count)
+            store_f32(fresh + 4 * row, weigh_row(scores + row * stride, seen, load_f32(bases + 4 * row), value_scales))
         for lane in range(0, 4 * rows, 4 * width):
             total = fma(load(totals + lane, width), load(alphas + lane, width), load(fresh + lane, width))
             store(totals + lane, total)

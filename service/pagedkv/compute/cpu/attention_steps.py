@@ -13,10 +13,10 @@ from numba import njit
 
 from pagedkv.compute.cpu import attention_args as at
 from pagedkv.compute.cpu.attention_tiles import (
+    CACHE_LINE,
     TILE_TOKENS,
     dot_tile,
     outer_tile,
-    transpose_tile,
 )
 from pagedkv.compute.cpu.simd import (
     KIND_BF16,
@@ -39,10 +39,10 @@ from pagedkv.compute.cpu.simd import (
 )
 
 PACK_ROWS: Final = 12  # from so many rows on, transposing the keys costs less than reducing every product
+SEEN_ROWS: Final = 16  # of so many rows, what the last one does not see is not computed
 
 _NO_SCORE: Final = np.float32(-np.inf)
 _ZERO: Final = np.float32(0.0)
-_CACHE_LINE: Final = 64
 
 Step = Callable[..., Any]
 
@@ -80,7 +80,7 @@ def make_fill_tables(is_quantized: bool) -> Step:
             store_i64(tables + 2 * table_bytes + 8 * entry, scales)
             if is_quantized:
                 far = (4 << shift) * num_kv_heads
-                for line in range(0, 4 << shift, _CACHE_LINE):
+                for line in range(0, 4 << shift, CACHE_LINE):
                     prefetch(scales + line, 2)
                     prefetch(scales + far + line, 2)
 
@@ -211,39 +211,15 @@ def make_accumulate(width: int, kind: int, mode: int, remainders: bool) -> Step:
     return accumulate
 
 
-def make_pack_chunk(width: int, kind: int) -> Step:
-    """Return the step that transposes a chunk's keys to float32 and, unless they are float32, converts its values."""
-    item, is_float32 = KIND_BYTES[kind], kind == KIND_F32
+def make_count_seen() -> Step:
+    """Return the step that counts the tokens of a chunk that rows before `stop_row` see, window and sinks aside."""
 
     @compiled
-    def pack_chunk(
-        tables: int,
-        ahead: int,
-        table_bytes: int,
-        shift: int,
-        count: int,
-        head_dim: int,
-        keys: int,
-        stride: int,
-        values: int,
-    ) -> None:
-        step, row_bytes, mask = min(width, 1 << shift), head_dim * item, (1 << shift) - 1
-        for token in range(0, count, step):  # in order: a tile of more tokens than a block overwrites what is ahead
-            entry, offset = 8 * (token >> shift), (token & mask) * row_bytes
-            k, v = load_i64(tables + entry) + offset, load_i64(tables + table_bytes + entry) + offset
-            after_k, after_v = load_i64(ahead + entry) + offset, load_i64(ahead + table_bytes + entry) + offset
-            for line in range(0, step * row_bytes, _CACHE_LINE):
-                prefetch(after_k + line, 2)
-                prefetch(after_v + line, 2)
-            last = min(count - token, step) - 1
-            for dim in range(0, head_dim, width):
-                transpose_tile(k + dim * item, last, row_bytes, keys + dim * stride + 4 * token, stride, width, kind)
-            if not is_float32:
-                for element in range(0, (last + 1) * head_dim, width):
-                    converted = load_as(v + element * item, width, kind)
-                    store(values + 4 * (token * head_dim + element), converted)
+    def count_seen(args: int, item: int, rows: int, stop_row: int, token: int, count: int) -> int:
+        last_query = (min(rows, stop_row) - 1) // load_i64(args + at.GROUP_SIZE)
+        return max(0, min(count, load_i64(item + at.ITEM_POSITION) + last_query + 1 - token))
 
-    return pack_chunk
+    return count_seen
 
 
 def make_copy_scales(width: int, kind: int) -> Step:

@@ -33,7 +33,7 @@ TILE_VECTORS: Final = 4
 MODE_PREFETCH: Final = 1  # ask for the next chunk's cache lines along the way
 MODE_CLEAR: Final = 2  # start from zero instead of alpha * C
 
-_CACHE_LINE: Final = 64
+CACHE_LINE: Final = 64
 
 
 def word(value: int) -> Any:
@@ -145,7 +145,7 @@ def dot_tile(
             offset = builder.mul(dim, word(item))
             wide_offset = builder.mul(dim, word(4))
             ahead_offset = builder.mul(dim, word(TILE_TOKENS * item))
-            for line in range(0, max(step_bytes, _CACHE_LINE), _CACHE_LINE):
+            for line in range(0, max(step_bytes, CACHE_LINE), CACHE_LINE):
                 emit_ask(builder, builder.add(builder.add(next_tile, ahead_offset), word(line)), far_bytes)
             k = [emit_load_as(builder, row, offset, lanes, stored) for row in key_rows]
             result = []
@@ -232,7 +232,7 @@ def outer_tile(
             def body(row_index: Any, inner: list[Any]) -> list[Any]:
                 offset = builder.mul(row_index, b_stride)
                 if ahead is not None:
-                    for line in range(0, num_vectors * lanes * item, _CACHE_LINE):
+                    for line in range(0, num_vectors * lanes * item, CACHE_LINE):
                         emit_ask(builder, builder.add(builder.add(ahead, offset), word(line)), far_bytes)
                 at = builder.add(base, offset)
                 b = [emit_load_as(builder, at, vector * lanes * item, lanes, stored) for vector in range(num_vectors)]
