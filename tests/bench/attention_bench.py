@@ -8,6 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from rich.console import Console
+from rich.progress import track
+
 from pagedkv.dtypes import DType
 from tests.bench.attention_common import ROTATION_BYTES, FilledPool, ReadLimit, Shape
 from tests.bench.peers import PAUSE_SECONDS, AttentionPeer, start_attention_peers
@@ -21,6 +24,7 @@ SHAPES = (
 )
 DTYPES = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16, DType.INT8, DType.FLOAT8_E4M3)
 TOLERANCE = {DType.INT8: 0.02, DType.FLOAT8_E4M3: 0.1}
+CALLS = 5  # one behind the other, as the layers of a step are
 COLUMNS = ("shape, dtype", "limit ms", "ours ms", "share", "at p10", "float16 / ours")
 
 
@@ -43,7 +47,8 @@ def measure(
     if wider:
         turns["float16"] = wider.seconds
     turns |= {peer.label: peer.seconds for peer in peers}
-    samples = take_turns(turns, rounds, PAUSE_SECONDS if peers else 0, shape.rotation(dtype) if peers else 0)
+    pause, rotation = (PAUSE_SECONDS, shape.rotation(dtype)) if peers else (0, 0)
+    samples = take_turns(turns, rounds, pause, calls=CALLS, calls_untimed=rotation)
     pool.close()
     if wider:
         wider.close()
@@ -76,13 +81,14 @@ def peer_columns(labels: Sequence[str]) -> list[str]:
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="./run bench attention", description=__doc__)
     parser.add_argument("--peers", action="store_true", help="time PyTorch and vLLM too, in environments made for them")
-    parser.add_argument("--rounds", type=int, default=25, help="timed calls of each")
+    parser.add_argument("--rounds", type=int, default=8, help=f"turns of each, with {CALLS} timed calls")
     parser.add_argument("--dtypes", nargs="+", choices=[str(dtype) for dtype in DTYPES], default=None)
     options = parser.parse_args(argv)
     peers, missing = start_attention_peers(options.peers)
     limit, labels = ReadLimit(), [peer.label for peer in peers]
     dtypes = [DType(name) for name in options.dtypes] if options.dtypes else DTYPES
-    results = [measure(shape, dtype, limit, peers, options.rounds) for dtype in dtypes for shape in SHAPES]
+    problems = track([(shape, dtype) for dtype in dtypes for shape in SHAPES], "problems", console=Console(stderr=True))
+    results = [measure(shape, dtype, limit, peers, options.rounds) for shape, dtype in problems]
     names = {peer.label: peer.name for peer in peers}
     rows = [row(item, labels) for item in results]
     print_table("Decode attention, block size 16, cold KV, times in ms", [*COLUMNS, *peer_columns(labels)], rows)

@@ -61,9 +61,14 @@ def write_result(name: str, result: Mapping[str, Any]) -> Path:
 
 
 def take_turns(
-    turns: Mapping[str, Callable[[], float]], rounds: int, pause_seconds: float, calls_untimed: int = 0
+    turns: Mapping[str, Callable[[], float]],
+    rounds: int,
+    pause_seconds: float,
+    *,
+    calls: int = 1,
+    calls_untimed: int = 0,
 ) -> dict[str, list[float]]:
-    """Return each one's times in milliseconds, `rounds` of them; a turn returns its own seconds.
+    """Return each one's times in milliseconds, of `calls` calls in each of `rounds` turns; a call returns its seconds.
 
     Before each turn idle threads of the one before spin out (Intel's OpenMP lets them for 0.2 s); then it runs
     untimed until its own threads are awake and the clocks are up again, which takes an idle machine some milliseconds,
@@ -74,11 +79,11 @@ def take_turns(
     for _ in range(rounds):
         for name, turn in turns.items():
             time.sleep(pause_seconds)
-            until, calls = time.perf_counter() + _WAKING_SECONDS, 0
-            while time.perf_counter() < until or calls < calls_untimed:
+            until, num_untimed = time.perf_counter() + _WAKING_SECONDS, 0
+            while time.perf_counter() < until or num_untimed < calls_untimed:
                 turn()
-                calls += 1
-            samples[name].append(1e3 * turn())
+                num_untimed += 1
+            samples[name] += [1e3 * turn() for _ in range(calls)]
     return samples
 
 
