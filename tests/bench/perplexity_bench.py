@@ -1,9 +1,9 @@
-"""What storing keys and values in fewer bits costs a real model: `./run bench perplexity`.
+"""What fewer bits of keys and values, or of linear layers' inputs, cost a real model: `./run bench perplexity`.
 
 SmolLM2 reads a fixed text (the opening of Alice's Adventures in Wonderland, Lewis Carroll, 1865, public domain) in
 windows of 2,048 tokens that begin with an empty cache, through the decoder and the paged KV in steps of up to 512
-tokens, once for each element type. Every token but a window's first is scored: perplexity is exp of the mean of
--ln p(token). Logit errors are differences from the float32 cache's logits at the same position. An independent check:
+tokens, once for each variant. Every token but a window's first is scored: perplexity is exp of the mean of
+-ln p(token). Logit errors are differences from the logits of float32 alone at the same position. An independent check:
 transformers 5.5 in float32 on the dequantised weights has 19.5108 on these tokens, our float32 cache 19.5110.
 """
 
@@ -14,12 +14,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from helpers.model_runner import BLOCK_SIZE, forward
 from pagedkv.compute.cpu.backend import CpuBackend
+from pagedkv.compute.cpu.dense_integer import has_integer_dots
+from pagedkv.compute.cpu.features import choose_isa
 from pagedkv.compute.layout import KvLayout
 from pagedkv.dtypes import DType
 from pagedkv.model import load_model, read_model_config
@@ -31,12 +33,26 @@ from tests.bench.report import print_table, write_result
 TEXT = Path(__file__).with_name("perplexity_text.txt")
 WINDOW, STEP, NUM_TOKENS = 2048, 512, 4096
 DTYPES = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16, DType.INT8, DType.FLOAT8_E4M3)
-COLUMNS = ("KV stored as", "bytes a token", "perplexity", "- float32", "mean |logit error|", "max", "same best token")
+COLUMNS = ("variant", "KV bytes a token", "perplexity", "- float32", "mean |logit error|", "max", "same best token")
+
+
+class Variant(NamedTuple):
+    """How keys and values are stored, and what linear layers round their inputs to."""
+
+    dtype: DType
+    activations: str = "float32"
+
+    def __str__(self) -> str:
+        return f"KV {self.dtype}" if self.activations == "float32" else f"activations {self.activations}"
+
+
+KV_VARIANTS = tuple(map(Variant, DTYPES))
+INTEGER_VARIANTS = tuple(Variant(DType.FLOAT32, activations) for activations in ("int16", "int8"))
 
 
 @dataclass(slots=True)
 class Score:
-    """Sums over the scored positions of one element type."""
+    """Sums over the scored positions of one variant."""
 
     bytes_per_token: float
     num_tokens: int = 0
@@ -76,20 +92,20 @@ def negative_log_likelihoods(logits: np.ndarray, targets: Sequence[int]) -> np.n
     return np.log(np.exp(shifted).sum(-1)) - shifted[np.arange(len(targets)), targets]
 
 
-def score(token_ids: Sequence[int], dtypes: Sequence[DType], window: int, step: int) -> dict[DType, Score]:
-    """Score the text with each type's cache, step by step side by side; the first type is the reference."""
+def score(token_ids: Sequence[int], variants: Sequence[Variant], window: int, step: int) -> dict[Variant, Score]:
+    """Score the text with each variant, step by step side by side; the first is the reference."""
     path = fetch_smollm2()
     config = read_model_config(path)
-    layouts = [KvLayout(config.kv_shape(dtype), -(-window // BLOCK_SIZE), BLOCK_SIZE) for dtype in dtypes]
-    backends = [CpuBackend(layout) for layout in layouts]
+    layouts = [KvLayout(config.kv_shape(v.dtype), -(-window // BLOCK_SIZE), BLOCK_SIZE) for v in variants]
+    backends = [CpuBackend(layout, activations=v.activations) for v, layout in zip(variants, layouts, strict=True)]
     models = [load_model(path, backend) for backend in backends]
-    scores = {dtype: Score(layout.block_bytes / BLOCK_SIZE) for dtype, layout in zip(dtypes, layouts, strict=True)}
+    scores = {v: Score(layout.block_bytes / BLOCK_SIZE) for v, layout in zip(variants, layouts, strict=True)}
     for part in (token_ids[at : at + window] for at in range(0, len(token_ids), window)):
         for start in range(0, len(part) - 1, step):
             inputs, targets = part[start : start + step], part[start + 1 : start + step + 1]
             logits = [forward(model, inputs, start, rows=range(len(targets))) for model in models]
-            for dtype, values in zip(dtypes, logits, strict=True):
-                scores[dtype].add(values, logits[0], targets)
+            for variant, values in zip(variants, logits, strict=True):
+                scores[variant].add(values, logits[0], targets)
     for backend in backends:
         backend.close()
     return scores
@@ -109,8 +125,10 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="./run bench perplexity", description=__doc__)
     parser.add_argument("--tokens", type=int, default=NUM_TOKENS)
     options = parser.parse_args(argv)
-    scores = {str(dtype): s.as_json() for dtype, s in score(read_text(options.tokens), DTYPES, WINDOW, STEP).items()}
-    base = scores["float32"]["perplexity"]
+    variants = KV_VARIANTS + (INTEGER_VARIANTS if has_integer_dots(choose_isa(None)) else ())
+    measured = score(read_text(options.tokens), variants, WINDOW, STEP)
+    scores = {str(variant): result.as_json() for variant, result in measured.items()}
+    base = scores[str(variants[0])]["perplexity"]
     rows = [
         (
             name,
@@ -123,7 +141,7 @@ def main(argv: Sequence[str]) -> int:
         )
         for name, row in scores.items()
     ]
-    title = f"SmolLM2-135M on {options.tokens} tokens of prose, windows of {WINDOW}, KV stored in fewer bits"
+    title = f"SmolLM2-135M on {options.tokens} tokens of prose, windows of {WINDOW}"
     print_table(title, COLUMNS, rows)
     text = "the opening of Alice's Adventures in Wonderland (Lewis Carroll, 1865, public domain)"
     print(write_result("perplexity", {"text": text, "tokens": options.tokens, "window": WINDOW, "results": scores}))

@@ -9,6 +9,8 @@ from dataclasses import asdict
 from typing import Any
 
 import numpy as np
+from rich.console import Console
+from rich.progress import track
 
 from pagedkv.compute.cpu.compile_cache import compile_kernel
 from pagedkv.compute.cpu.simd import add, fma, load_i64, splat, store
@@ -22,7 +24,8 @@ SHAPES = tuple(
     Shape(1, length + context, 32, 8, 128, query_len=length) for length in (512, 2048) for context in (0, 4096)
 )
 DTYPES = (DType.FLOAT32, DType.BFLOAT16)
-ROTATION_BYTES = 1 << 27
+ROTATION_BYTES = 1 << 26
+CALLS = 3
 COLUMNS = ("queries on context, dtype", "ours ms", "GFLOP/s", "of FMA peak")
 _FMAS = 1 << 20
 
@@ -59,7 +62,8 @@ def measure(shape: Shape, dtype: DType, peers: Sequence[AttentionPeer], rounds: 
         return per_flop * shape.flops()
 
     turns = {"ours": pool.seconds, "peak": peak_seconds, **{peer.label: peer.seconds for peer in peers}}
-    samples = take_turns(turns, rounds, PAUSE_SECONDS if peers else 0)
+    pause, rotation = (PAUSE_SECONDS, shape.rotation(dtype, ROTATION_BYTES)) if peers else (0, 0)
+    samples = take_turns(turns, rounds, pause, calls=CALLS, calls_untimed=rotation)
     pool.close()
     timings = {name: median_p10(values)._asdict() for name, values in samples.items()}
     return {
@@ -81,11 +85,12 @@ def row(result: dict[str, Any], labels: Sequence[str]) -> list[object]:
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="./run bench prefill", description=__doc__)
     parser.add_argument("--peers", action="store_true", help="time PyTorch and vLLM too, in environments made for them")
-    parser.add_argument("--rounds", type=int, default=9, help="timed calls of each")
+    parser.add_argument("--rounds", type=int, default=5, help=f"turns of each, with {CALLS} timed calls")
     options = parser.parse_args(argv)
     peers, missing = start_attention_peers(options.peers)
     labels, names = [peer.label for peer in peers], {peer.label: peer.name for peer in peers}
-    results = [measure(shape, dtype, peers, options.rounds) for dtype in DTYPES for shape in SHAPES]
+    problems = track([(shape, dtype) for dtype in DTYPES for shape in SHAPES], "problems", console=Console(stderr=True))
+    results = [measure(shape, dtype, peers, options.rounds) for shape, dtype in problems]
     title = "Causal prefill, 32 heads, 8 KV heads, head dim 128, block size 16, times in ms"
     print_table(title, [*COLUMNS, *peer_columns(labels)], [row(item, labels) for item in results])
     print_peers(names, missing)

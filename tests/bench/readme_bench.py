@@ -122,7 +122,7 @@ def _attention_table(name: str, title: str, limit: str, limit_name: str) -> str:
         rows.setdefault(row["dtype"], []).append(_times(row["milliseconds"], limit))
     command = f"{name} --peers" if results["peers"] else name
     text = (
-        f"{title}, block size {results['block_size']}: our share of the {limit_name} (p10), then the time that others "
+        f"{title}, block size {results['block_size']}: our share of the {limit_name}, then the time that others "
         f"take, each in its fastest form, as a multiple of ours (`./run bench {command}`):"
     )
     return text + "\n\n" + _table(["", *shapes], [[dtype, *cells] for dtype, cells in rows.items()])
@@ -143,7 +143,7 @@ def _times(times: dict[str, dict[str, float]], limit: str) -> str:
             system = "our float16" if label == "float16" else label.split()[0]
             best[system] = min(time["median"], best.get(system, time["median"]))
     ratios = "".join(f", {system} {time / times['ours']['median']:.2f}" for system, time in best.items())
-    return f"{times[limit]['p10'] / times['ours']['p10']:.2f}{ratios}"
+    return f"{times[limit]['median'] / times['ours']['median']:.2f}{ratios}"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -153,10 +153,9 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _perplexity_rows() -> Iterator[tuple[str, str, str]]:
     results = _load("perplexity")
-    base = results["results"]["float32"]
-    for dtype, row in results["results"].items():
-        if row is not base:
-            difference = row["perplexity"] - base["perplexity"]
-            what = f"SmolLM2-135M, {results['tokens']:,} tokens of prose, KV {dtype} beside float32"
-            figure = f"perplexity {base['perplexity']:.3f} {difference:+.4f}, mean logit error {row['mean_error']:.2g}"
-            yield what, figure, "perplexity"
+    base, *others = results["results"].values()
+    for name, row in zip(list(results["results"])[1:], others, strict=True):
+        difference = row["perplexity"] - base["perplexity"]
+        what = f"SmolLM2-135M, {results['tokens']:,} tokens of prose, {name} beside float32"
+        figure = f"perplexity {base['perplexity']:.3f} {difference:+.4f}, mean logit error {row['mean_error']:.2g}"
+        yield what, figure, "perplexity"
