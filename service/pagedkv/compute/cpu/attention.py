@@ -46,9 +46,8 @@ ARRAY_KINDS: Final = {
     np.dtype(ml_dtypes.bfloat16): simd.KIND_BF16,
 }
 
-_UNIT_ROWS: Final = 128  # rows of a prefill item
-_LONG_UNIT_ROWS: Final = 256  # on a long context, as far as queries, scores and sums stay in the second-level cache
-_LONG_UNIT_ELEMENTS: Final = 1 << 15
+_LEAST_UNIT_ROWS, _MOST_UNIT_ROWS = 128, 256  # of a prefill item: keys are transposed once for all of them
+_UNIT_ELEMENTS: Final = 1 << 15  # of the rows' queries, which stay in the second-level cache with scores and sums
 _CHUNK_TOKENS: Final = {4: 64, 2: 128, 1: 128}  # by the bytes of an element
 _NO_WINDOW: Final = 1 << 40
 _CALL_WORDS: Final = slice(at.POOL // 8, at.LSE // 8 + 1)  # what differs between two layers of a step
@@ -83,15 +82,14 @@ class Attention:
         self._layout, self._pool_address = layout, pool_address
         self._kernel, self._workers = kernel, workers
         group = layout.shape.group_size
-        long_rows = min(_LONG_UNIT_ROWS, max(_UNIT_ROWS, _LONG_UNIT_ELEMENTS // layout.shape.head_dim))
-        self._max_rows = -(-max(group, long_rows) // 16) * 16
+        unit_rows = min(_MOST_UNIT_ROWS, max(_LEAST_UNIT_ROWS, _UNIT_ELEMENTS // layout.shape.head_dim))
+        self._max_rows = -(-max(group, unit_rows) // 16) * 16
         self._chunk_tokens = max(_CHUNK_TOKENS[layout.shape.dtype.itemsize], layout.block_size)
         self._limits = PlanLimits(
             block_size=layout.block_size,
             chunk_tokens=self._chunk_tokens,
             num_kv_heads=layout.shape.num_kv_heads,
-            unit_queries=max(1, _UNIT_ROWS // group),
-            long_unit_queries=max(1, long_rows // group),
+            unit_queries=max(1, unit_rows // group),
             num_threads=workers.num_threads,
         )
         size = attention_kernel.scratch_bytes(self._max_rows, layout.shape.head_dim, self._chunk_tokens)

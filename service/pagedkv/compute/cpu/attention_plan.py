@@ -14,7 +14,6 @@ from pagedkv.compute.cpu import attention_args as at
 _ITEMS_PER_THREAD: Final = 16  # enough that threads end together, few enough that merging costs nothing
 _LAST_ITEMS_PER_THREAD: Final = 3  # claimed when a thread is free, so that none waits behind a long one
 _SHORTEST_PART: Final = 256  # tokens
-_LONG_CONTEXT: Final = 2048  # tokens; transposing keys for more queries at once outweighs the masked products
 
 Words = npt.NDArray[np.int64]
 
@@ -27,7 +26,6 @@ class PlanLimits:
     chunk_tokens: int
     num_kv_heads: int
     unit_queries: int  # most queries of one item
-    long_unit_queries: int  # the same on a long context
     num_threads: int
 
 
@@ -60,10 +58,9 @@ def make_plan(batch: AttentionBatch, window: int | None, limits: PlanLimits) -> 
     tables = np.array(batch.block_tables, dtype=np.int32, order="C")
     starts, contexts = batch.query_starts.astype(np.int64), batch.context_lens.astype(np.int64)
     query_lens = np.diff(starts)
-    unit_queries = np.where(contexts < _LONG_CONTEXT, limits.unit_queries, limits.long_unit_queries)
-    sequence, index = _spread(-(-query_lens // unit_queries))
-    first_query = index * unit_queries[sequence]
-    num_queries = np.minimum(unit_queries[sequence], query_lens[sequence] - first_query)
+    sequence, index = _spread(-(-query_lens // limits.unit_queries))
+    first_query = index * limits.unit_queries
+    num_queries = np.minimum(limits.unit_queries, query_lens[sequence] - first_query)
     position = contexts[sequence] - query_lens[sequence] + first_query
     oldest = np.zeros_like(position) if window is None else np.maximum(0, position - window + 1)
     first_token = oldest // limits.block_size * limits.block_size
