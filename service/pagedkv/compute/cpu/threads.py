@@ -40,7 +40,7 @@ SERIAL: Final = 0  # on the caller's thread alone
 PARALLEL: Final = 1  # as one region
 TOGETHER: Final = 2  # several kernels as one region, by `_call_each`
 
-_IDLE_SPINS: Final = 8000  # 0.2 ms: longer than what the Python between two operations of a step takes
+_IDLE_SPINS: Final = 4000  # 0.1 ms: longer than what the Python between two operations of a step takes
 _END_SPINS: Final = 2000
 _FUTEX_WAIT: Final = 128  # FUTEX_WAIT | FUTEX_PRIVATE_FLAG
 _FUTEX_WAKE: Final = 129
