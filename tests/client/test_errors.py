@@ -16,7 +16,7 @@ from helpers.waiting import PATIENCE
 from pagedkv import errors
 from pagedkv.client import AsyncClient, Client
 from pagedkv.client.failure import to_exception
-from pagedkv.client.target import is_loopback
+from pagedkv.client.target import is_loopback_target
 from pagedkv.client.tensors import to_array, to_tensor
 from pagedkv.rpc import convert
 from pagedkv.rpc.status import code_of, to_status
@@ -125,7 +125,7 @@ async def test_a_service_on_this_machine_is_reached_past_a_proxy_for_the_network
     ],
 )
 def test_only_targets_on_this_machine_go_past_a_proxy(target, is_local):
-    assert is_loopback(target) == is_local
+    assert is_loopback_target(target) == is_local
 
 
 def test_blocking_client_closes_twice_and_leaves_no_thread():

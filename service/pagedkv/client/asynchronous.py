@@ -12,7 +12,7 @@ import grpc
 import numpy.typing as npt
 
 from pagedkv.client.failure import to_exception
-from pagedkv.client.target import is_loopback
+from pagedkv.client.target import is_loopback_target
 from pagedkv.client.tensors import DTYPES, to_array, to_tensor
 from pagedkv.client.types import Allocation, Attention, Audit, CacheInfo, Chunk, ModelInfo, SequenceInfo, Swap, Usage
 from pagedkv.errors import InvalidArgument, TransportError
@@ -65,7 +65,7 @@ class AsyncClient:
                 ("grpc.max_receive_message_length", max_message_bytes),
                 ("grpc.max_send_message_length", max_message_bytes),
                 ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
-                ("grpc.enable_http_proxy", int(not is_loopback(target))),
+                ("grpc.enable_http_proxy", int(not is_loopback_target(target))),
             ],
         )
         self._kv_cache: Any = kv_cache_pb2_grpc.KvCacheStub(self._channel)  # type: ignore[no-untyped-call]

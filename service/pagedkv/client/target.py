@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import ipaddress
 import re
 
+from pagedkv.loopback import is_loopback
 
-def is_loopback(target: str) -> bool:
+
+def is_loopback_target(target: str) -> bool:
     """Whether a target is this machine, which no proxy of the environment's could reach."""
     host = re.sub(r"^(ipv[46]:|dns:(///)?)", "", target)
     if host.startswith("["):
         host = host[1:].partition("]")[0]
     elif host.count(":") == 1:
         host = host.partition(":")[0]
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    return is_loopback(host)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import json
 import logging
 from collections.abc import Awaitable, Callable
@@ -19,6 +18,7 @@ from typing import Final
 from urllib.parse import unquote
 
 from pagedkv.errors import InvalidArgument, SequenceNotFound
+from pagedkv.loopback import is_loopback
 from pagedkv.metrics.service import ServiceMetrics
 from pagedkv.metrics.stream import Broadcaster
 
@@ -262,13 +262,3 @@ def _problem(status: int, message: str) -> Response:
 
 def _host_name(host: str) -> str:
     return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a host is this machine."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

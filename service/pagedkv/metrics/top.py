@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pagedkv.errors import InvalidArgument
-from pagedkv.metrics.http import is_loopback
+from pagedkv.loopback import is_loopback
 
 _GLYPHS: Final = (  # by BlockState: distinct without colour too
     ("·", "bright_black"),

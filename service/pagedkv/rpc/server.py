@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 from dataclasses import dataclass
 
 import grpc
@@ -14,6 +13,7 @@ from pagedkv.compute.backend import Backend
 from pagedkv.config import require
 from pagedkv.engine import Engine
 from pagedkv.errors import DeviceError, InvalidArgument
+from pagedkv.loopback import is_loopback
 from pagedkv.rpc.generation import GenerationService, NoModelService
 from pagedkv.rpc.health import HealthService
 from pagedkv.rpc.interceptors import ErrorInterceptor, NullRpcObserver, RpcObserver
@@ -44,7 +44,7 @@ class ServerConfig:
         require(0 <= self.port < 65536, "port", "must be in [0, 65535]", self.port, 65535)
         require(self.max_message_bytes >= 2**20, "max_message_bytes", "must be at least 1 MiB", self.max_message_bytes)
         require(self.max_streams >= 1, "max_streams", "must be at least 1", self.max_streams, 1)
-        safe = self.insecure or _is_loopback(self.host)
+        safe = self.insecure or is_loopback(self.host)
         require(safe, "host", "is not loopback and there is no TLS; say --insecure to bind it all the same", self.host)
 
 
@@ -116,15 +116,6 @@ class Server:
     def _set_health(self, status: int) -> None:
         for service in ("", *self._served):
             self._health.set(service, status)
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _channel_options(config: ServerConfig) -> list[tuple[str, int]]:
