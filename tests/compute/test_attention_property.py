@@ -93,9 +93,12 @@ def check(problem: tuple[KvLayout, list[int], list[int], AttentionParams, int], 
 
 
 def tolerance_of(layout: KvLayout, options: AttentionParams) -> float:
-    """Return the rounding of float32 sums of head_dim products, which grows with the logits."""
-    root = math.sqrt(layout.shape.head_dim)
-    return 4e-6 * max(1.0, (options.scale or 1 / root) * root)
+    """Return the rounding of float32 sums of head_dim products; at more than the usual scale logits and it are larger.
+
+    Largest seen over 120 seeds at head dim 256: 1.4e-6 at the usual scale, 3.2e-6 at 1.6 times that.
+    """
+    excess = (options.scale or 0.0) * math.sqrt(layout.shape.head_dim)
+    return 2e-6 if excess <= 1.0 else 4e-6 * excess
 
 
 def test_attend_of_large_logits_in_a_group_of_13_equals_oracle() -> None:
