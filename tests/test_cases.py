@@ -7,7 +7,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).parent
 ROW = re.compile(r"^\| ([A-Z]{2}-\d\d) \| [^|]+ \| .+ \| ([^|]+) \|$", re.MULTILINE)
-ID_IN_NAME = re.compile(r"(ba|pc|kn|sc|sd|gn|tk|gr|mt|ld|rt)_?(\d\d)(?=_|$)")
+ID_IN_NAME = re.compile(r"(ba|pc|kn|sc|sd|gn|tk|gr|mt|ld|rt|nc|rl|cu)_?(\d\d)(?=_|$)")
 
 
 def find_tested() -> set[str]:

@@ -15,6 +15,8 @@ PagedKvError
 ├── Unauthenticated
 ├── PermissionDenied
 ├── DeviceError
+│   └── DeviceLost
+├── NumericalError
 ├── TransportError
 └── UnsupportedModel
     └── InvalidModelFile
@@ -160,9 +162,21 @@ class PermissionDenied(PagedKvError):
 
 
 class DeviceError(PagedKvError):
-    """The device failed; nothing that it computed is to be trusted."""
+    """A piece of work failed on the device, for want of memory for example; the device goes on."""
 
     reason = "DEVICE_ERROR"
+
+
+class DeviceLost(DeviceError):
+    """The device or what drives it is spoiled: nothing computed from now on is to be trusted. Final."""
+
+    reason = "DEVICE_LOST"
+
+
+class NumericalError(PagedKvError):
+    """A request's numbers are not finite, though its input was; it alone ends. Trying again computes all anew."""
+
+    reason = "NUMERICAL_ERROR"
 
 
 class TransportError(PagedKvError):

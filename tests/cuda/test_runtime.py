@@ -102,6 +102,12 @@ def test_a_compiled_kernel_is_found_on_disk_by_the_next_process(tmp_path: Path):
     assert first.num_compiled == 2
 
 
+def test_cu01_a_compile_leaves_the_interpreters_constants_as_they_are(tmp_path: Path):
+    for target in (Target(90), Target(90, is_ptx=True)):  # PTX has an empty log: NVRTC writes one byte
+        Compiler(cache_dir=tmp_path).compile(plain_variant("add"), target)
+    assert [bytes([value])[0] for value in range(256)] == list(range(256))
+
+
 def test_a_damaged_cache_entry_is_compiled_again(tmp_path: Path):
     Compiler(cache_dir=tmp_path).compile(plain_variant("add"), Target(90))
     for path in tmp_path.glob("*.bin"):

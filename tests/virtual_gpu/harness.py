@@ -26,13 +26,13 @@ def compile_cuda(source: str, arch: str = "compute_80") -> bytes:
     ]
     (code,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
     _, size = nvrtc.nvrtcGetProgramLogSize(program)
-    log = b" " * size
+    log = bytearray(size)
     nvrtc.nvrtcGetProgramLog(program, log)
     assert int(code) == 0, log.decode()
     _, size = nvrtc.nvrtcGetPTXSize(program)
-    text = b" " * size
+    text = bytearray(size)
     nvrtc.nvrtcGetPTX(program, text)
-    return text
+    return bytes(text)
 
 
 def ok(result: tuple[Any, ...]) -> Any:

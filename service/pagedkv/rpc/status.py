@@ -33,6 +33,7 @@ _CODES: dict[type[PagedKvError], grpc.StatusCode] = {
     errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
     errors.PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
     errors.DeviceError: grpc.StatusCode.INTERNAL,
+    errors.NumericalError: grpc.StatusCode.ABORTED,
     errors.UnsupportedModel: grpc.StatusCode.FAILED_PRECONDITION,
 }
 

@@ -207,9 +207,9 @@ class Compiler:
 
     def _fetch(self, program: Any, what: str) -> bytes:
         size = unwrap(getattr(self._nvrtc, f"nvrtcGet{what}Size")(program), f"nvrtcGet{what}Size")
-        buffer = b" " * size
+        buffer = bytearray(size)  # not `b" " * size`: for size 1 that is the interpreter's own constant
         unwrap(getattr(self._nvrtc, f"nvrtcGet{what}")(program, buffer), f"nvrtcGet{what}")
-        return buffer
+        return bytes(buffer)
 
 
 def _write(path: Path, data: bytes) -> None:
