@@ -327,7 +327,7 @@ class CacheModel:
             count += max(0, -(-(written + room) // self.block_size) - len(found))
             if sequence.length % self.block_size:
                 tail = found[sequence.length // self.block_size]
-                if len(holders[id(tail)]) > 1 or getattr(tail, "prefix", None):
+                if len(holders[id(tail)]) > 1 or getattr(tail, "prefix", None) or getattr(tail, "num_holds", 0):
                     count += 1
                     holders[id(tail)].discard(name)
         return count
@@ -379,7 +379,7 @@ class CacheModel:
         if start % self.block_size:
             block = sequence.table[start // self.block_size]
             others = len(block.holders) - leaving.get(id(block), 0) - 1
-            copies = block.prefix is not None or others > 0
+            copies = block.prefix is not None or block.num_holds > 0 or others > 0
             leaving[id(block)] = leaving.get(id(block), 0) + copies
         return start, num_fresh, copies
 

@@ -212,8 +212,9 @@ class BlockPool:
             self.stats.released_blocks -= 1  # its last table counted it
 
     def is_writable(self, block: int) -> bool:
-        """Whether one table holds the block and nothing promises its content: neither a hash nor a twin."""
-        return self.states[block] == _PRIVATE and block not in self.published and block not in self.host.host_of
+        """Whether one table holds the block and nothing promises its content: no hash, no twin, no copy to come."""
+        is_promised = block in self.published or block in self.host.host_of or block in self.holds
+        return self.states[block] == _PRIVATE and not is_promised
 
     def find(
         self, digest: bytes, tokens: bytes, content: bytes, parent: PublishedBlock | bytes
