@@ -18,6 +18,7 @@ from helpers.scripted_engine import (
     scripted_engine,
     submit,
 )
+from helpers.waiting import PATIENCE, until
 from pagedkv.engine import FinishReason
 from pagedkv.errors import (
     DeviceLost,
@@ -362,7 +363,6 @@ async def test_requests_wait_while_another_holder_has_the_pool_and_run_when_it_l
         cache.allocate("holder")
         cache.commit(cache.reserve("holder", 8 * 16))
         waiting = asyncio.create_task(collect(submit(engine, make_prompt(20))))
-        await asyncio.sleep(0.05)
-        assert engine.stats.num_waiting == 1
+        await until(lambda: engine.stats.num_waiting == 1, "request that waits")
         cache.free("holder")
-        assert len((await asyncio.wait_for(waiting, 5)).token_ids) == 8
+        assert len((await asyncio.wait_for(waiting, PATIENCE)).token_ids) == 8
