@@ -36,6 +36,8 @@ EXAMPLES = [
     errors.Unauthenticated("who are you"),
     errors.PermissionDenied("not yours"),
     errors.DeviceError("the device failed"),
+    errors.DeviceLost("the device fell out"),
+    errors.NumericalError("not finite"),
     errors.UnsupportedModel("no such thing"),
     errors.InvalidModelFile("cut short"),
     errors.PagedKvError("something else"),

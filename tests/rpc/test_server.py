@@ -18,7 +18,7 @@ from helpers.waiting import PATIENCE, until
 from helpers.wire import assert_attention, make_queries, make_rows
 from pagedkv import errors
 from pagedkv.client import AsyncClient
-from pagedkv.client.asynchronous import make_attend_request
+from pagedkv.client.requests import make_attend_request
 from pagedkv.rpc.health import HealthService
 from pagedkv.rpc.server import Server, ServerConfig, _channel_options
 from pagedkv.v1 import kv_cache_pb2, kv_cache_pb2_grpc
