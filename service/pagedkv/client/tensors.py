@@ -115,7 +115,7 @@ def _round(array: npt.NDArray[Any], field: str) -> npt.NDArray[np.float32]:
 
 
 def _name(source: object) -> str:
-    return type(source).__qualname__
+    return type(source).__name__
 
 
 def _one_line(error: Exception) -> str:
