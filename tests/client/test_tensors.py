@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pagedkv.client.arguments import float32, integer, integers
 from pagedkv.client.tensors import as_array, to_array, to_tensor
 from pagedkv.compute.dlpack import TENSOR_OFFSETS
 from pagedkv.errors import InvalidArgument
@@ -226,6 +227,18 @@ class TestTorch:
         parameter = torch.nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16))
         assert_same(received(parameter), np.ones((2, 2), ml_dtypes.bfloat16))
         assert parameter.requires_grad
+
+    def test_sign_that_is_still_to_come_is_not_lost(self, torch):
+        negated = torch.complex(torch.zeros(3), torch.ones(3)).conj().imag
+        assert negated.is_neg()
+        assert_same(received(negated), -np.ones(3, np.float32))
+
+    def test_scalars_are_numbers(self, torch):
+        assert integer("layer", torch.tensor(5), 0, 9) == 5
+        assert integers("token_ids", torch.tensor([1, 2]), 0, 9) == [1, 2]
+        assert float32("scale", torch.tensor(0.5, dtype=torch.bfloat16)) == 0.5
+        with pytest.raises(InvalidArgument):
+            integer("layer", torch.tensor(True), 0, 9)
 
     def test_what_comes_back_becomes_a_tensor_without_a_warning(self, torch):
         tensor = torch.from_numpy(to_array(convert.to_tensor(make_array(np.float32))))

@@ -12,8 +12,6 @@ import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, NoReturn, TypeVar
 
-import numpy as np
-
 from pagedkv.errors import InvalidArgument
 
 T = TypeVar("T")
@@ -21,7 +19,6 @@ T = TypeVar("T")
 INT32_MAX: Final = 2**31 - 1
 INT64_MAX: Final = 2**63 - 1
 UINT64_MAX: Final = 2**64 - 1
-_BOOLS = (bool, np.bool_)
 _NO_SEQUENCES = (str, bytes, bytearray, Mapping, set, frozenset)
 _SHOWN = reprlib.Repr()
 _SHOWN.maxstring = _SHOWN.maxother = _SHOWN.maxlong = 60
@@ -40,19 +37,21 @@ def optional(check: Callable[..., T], field: str, value: Any, *limits: Any) -> T
 
 def flag(field: str, value: Any) -> bool:
     """Return a bool; numbers are none."""
-    if not isinstance(value, _BOOLS):
+    plain = _plain(value)
+    if not isinstance(plain, bool):
         refuse(field, "must be True or False", value, "True or False")
-    return bool(value)
+    return plain
 
 
 def integer(field: str, value: Any, low: int, high: int) -> int:
-    """Return an integer in [low, high], be it Python's or NumPy's; a bool or 1.0 is none."""
+    """Return an integer in [low, high], be it Python's, NumPy's or PyTorch's; a bool or 1.0 is none."""
     expected = f"an integer in [{low}, {high}]"
-    try:
-        number = operator.index(value)
-    except TypeError:
+    plain = _plain(value)
+    if isinstance(plain, bool) or not hasattr(type(plain), "__index__"):
         refuse(field, f"must be {expected}", value, expected)
-    if isinstance(value, _BOOLS):
+    try:
+        number = operator.index(plain)
+    except TypeError:
         refuse(field, f"must be {expected}", value, expected)
     if not low <= number <= high:
         refuse(field, f"must be {expected}", value, low if number < low else high)
@@ -69,11 +68,13 @@ def integers(field: str, values: Any, low: int, high: int) -> list[int]:
 
 def number(field: str, value: Any, expected: str, is_fit: Callable[[float], bool]) -> float:
     """Return a real number that is fit, as `expected` says in words."""
-    if not _is_real(value):
-        refuse(field, f"must be a number, {expected}", value, expected)
+    plain = _plain(value)
+    is_real = hasattr(type(plain), "__float__") or hasattr(type(plain), "__index__")
     try:
-        real = float(value)
+        real = float(plain) if is_real and not isinstance(plain, bool) else None
     except (TypeError, ValueError, OverflowError):
+        real = None
+    if real is None:
         refuse(field, f"must be a number, {expected}", value, expected)
     if not is_fit(real):
         refuse(field, f"must be {expected}", value, expected)
@@ -141,10 +142,11 @@ def round_to_float32(real: float) -> float:
     return ctypes.c_float(real).value
 
 
-def _is_real(value: Any) -> bool:
-    """Whether a value is one number; strings, bools and complex numbers are none, arrays of some dimension neither."""
-    is_number = hasattr(type(value), "__float__") or hasattr(type(value), "__index__")
-    return is_number and not isinstance(value, (*_BOOLS, np.complexfloating)) and not np.ndim(value)
+def _plain(value: Any) -> Any:
+    """Return the Python value of a scalar of NumPy's or PyTorch's; an array of some dimension is no number."""
+    if getattr(value, "ndim", 0):
+        return None
+    return value.item() if hasattr(value, "item") else value
 
 
 def _show(value: object) -> str:

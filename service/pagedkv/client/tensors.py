@@ -83,8 +83,8 @@ def to_array(tensor: tensor_pb2.Tensor) -> npt.NDArray[np.float32]:
 
 
 def _read(source: Any, field: str) -> npt.NDArray[Any]:
-    if hasattr(source, "detach"):  # PyTorch exports no tensor that requires a gradient
-        source = source.detach()
+    for method in ("detach", "resolve_neg"):  # PyTorch exports no gradient, and forgets a sign that is still to come
+        source = getattr(source, method)() if hasattr(source, method) else source
     if hasattr(source, "__dlpack__"):
         if not is_host_memory(source):
             source = _to_host(source, field)
