@@ -174,6 +174,7 @@ async def test_reflection_lists_the_services():
         "pagedkv.v1.KvCache",
         "pagedkv.v1.Generation",
         "grpc.health.v1.Health",
+        "grpc.reflection.v1.ServerReflection",
         "grpc.reflection.v1alpha.ServerReflection",
     }
 
