@@ -7,7 +7,10 @@ import asyncio
 import contextlib
 import inspect
 import math
+import subprocess
+import sys
 import typing
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -329,3 +332,22 @@ def test_targets_that_grpc_knows_are_taken(target):
 def test_port_that_grpc_would_take_modulo_65536_is_refused(target):
     with pytest.raises(InvalidArgument, match="65535"):
         call(AsyncClient, "__init__", target=target)
+
+
+COMMAND_LINES = {
+    "seed": ["a", "--seed", "-1"],
+    "max_tokens": ["a", "--max-tokens", str(2**70)],
+    "temperature": ["a", "--temperature", "nan"],
+    "prompt": [b"\xff"],
+    "stop": ["a", "--stop", b"\xff"],
+    "target": ["a", "--target", "127.0.0.1:99999"],
+}
+
+
+@pytest.mark.parametrize(("field", "arguments"), COMMAND_LINES.items(), ids=COMMAND_LINES)
+def test_nc12_command_line_refuses_by_name_without_a_traceback(field, arguments):
+    command = [Path(sys.executable).parent / "pagedkv", "generate", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error INVALID_ARGUMENT {field}")
+    assert "Traceback" not in done.stderr

@@ -120,6 +120,7 @@ async def test_a_service_on_this_machine_is_reached_past_a_proxy_for_the_network
         ("[::1]:50051", True),
         ("::1", True),
         ("ipv4:127.0.0.1:5", True),
+        ("unix:/run/pagedkv.sock", True),
         ("10.0.0.1:50051", False),
         ("kv.example:50051", False),
         ("localhost.example:50051", False),

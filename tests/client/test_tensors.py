@@ -190,6 +190,13 @@ def test_other_types_are_refused_with_the_types_that_are_taken(dtype):
         to_tensor(np.zeros(3, dtype), "keys")
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, ml_dtypes.float8_e5m2])
+def test_array_that_no_message_can_hold_is_refused_before_it_is_copied(dtype):
+    vast = np.broadcast_to(np.zeros((), dtype), (2**30, 2**28))
+    with pytest.raises(InvalidArgument, match=r"keys: must hold at most 715827882 bytes, got \d+"):
+        to_tensor(vast, "keys")
+
+
 def test_broken_exporter_is_refused_with_what_it_said():
     class Broken(Exported):
         def __dlpack__(self, **options):

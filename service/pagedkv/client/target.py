@@ -29,6 +29,8 @@ def check_target(target: Any) -> str:
 
 def is_loopback_target(target: str) -> bool:
     """Whether a target is this machine, which no proxy of the environment's could reach."""
+    if target.startswith("unix"):
+        return True
     host = re.sub(r"^(ipv[46]:|dns:(///)?)", "", target)
     if host.startswith("["):
         host = host[1:].partition("]")[0]

@@ -29,6 +29,7 @@ _WIDENED: Final = frozenset(  # float16 holds each of their values
         ml_dtypes.float8_e5m2fnuz,
     )
 )
+_MAX_BYTES: Final = (2**31 - 1) // 3  # queries, keys and values of one message, which protobuf limits to 2 GiB
 _EXPECTED = "float32, float16, bfloat16, float64 (rounded to float32) or an 8-bit float"
 DTYPES = {
     tensor_pb2.DATA_TYPE_FLOAT32: DType.FLOAT32,
@@ -43,18 +44,15 @@ def to_tensor(source: Any, field: str) -> tensor_pb2.Tensor:
     """Return a message with an array's elements, copied once; see `as_array` for what is taken.
 
     float64 is rounded to float32, 8-bit floats become float16. Raises InvalidArgument for any other type, and for a
-    float64 that float32 cannot hold.
+    float64 that float32 cannot hold, and for more bytes than a message may hold.
     """
     array = as_array(source, field)
-    native = array.dtype.newbyteorder("=")
-    if native == _ROUNDED:
-        array, native = _round(array, field), np.dtype(np.float32)
-    elif native in _WIDENED:
-        array, native = array.astype(np.float16), np.dtype(np.float16)
-    if native not in _DATA_TYPES:
-        refuse(f"{field}.data_type", f"must be {_EXPECTED}", str(array.dtype), _EXPECTED)
-    data = array.astype(native.newbyteorder("<"), copy=False).tobytes()
-    return tensor_pb2.Tensor(data_type=_DATA_TYPES[native], shape=array.shape, data=data)
+    wire_type = _wire_type(array.dtype, field)
+    num_bytes = array.size * wire_type.itemsize
+    if num_bytes > _MAX_BYTES:
+        refuse(field, f"must hold at most {_MAX_BYTES} bytes", num_bytes, _MAX_BYTES)
+    data = _convert(array, wire_type.newbyteorder("<"), field).tobytes()
+    return tensor_pb2.Tensor(data_type=_DATA_TYPES[wire_type], shape=array.shape, data=data)
 
 
 def as_array(source: Any, field: str) -> npt.NDArray[Any]:
@@ -105,10 +103,21 @@ def _refuse_device(source: Any, field: str) -> None:
     refuse(field, "must be in host memory; copy it from its device first", _name(source), "host memory")
 
 
-def _round(array: npt.NDArray[Any], field: str) -> npt.NDArray[np.float32]:
+def _wire_type(dtype: np.dtype[Any], field: str) -> np.dtype[Any]:
+    native = dtype.newbyteorder("=")
+    if native == _ROUNDED:
+        return np.dtype(np.float32)
+    if native in _WIDENED:
+        return np.dtype(np.float16)
+    if native not in _DATA_TYPES:
+        refuse(f"{field}.data_type", f"must be {_EXPECTED}", str(dtype), _EXPECTED)
+    return native
+
+
+def _convert(array: npt.NDArray[Any], dtype: np.dtype[Any], field: str) -> npt.NDArray[Any]:
     try:
         with np.errstate(over="raise"):
-            return array.astype(np.float32)
+            return array.astype(dtype, copy=False)
     except FloatingPointError:
         peak = float(np.abs(array[np.isfinite(array)]).max())
         refuse(field, "must be within float32's range", peak, float(np.finfo(np.float32).max))
