@@ -2,6 +2,8 @@
 
 import asyncio
 import multiprocessing
+import os
+import signal
 import socket
 import threading
 
@@ -9,9 +11,12 @@ import pytest
 
 from helpers.generation_server import generating, slow_decoder
 from helpers.server import serving
+from helpers.waiting import until
 from helpers.wire import make_queries
 from pagedkv.client import AsyncClient, Client
+from pagedkv.client.answers import to_cache_info, to_chunk
 from pagedkv.errors import InvalidArgument, TransportError
+from pagedkv.v1 import generation_pb2, kv_cache_pb2
 
 
 @pytest.fixture
@@ -64,6 +69,19 @@ async def test_cancelling_a_task_cancels_its_call_and_is_no_error_of_ours(silent
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
+
+
+def interrupted(call):
+    """Make a call that Ctrl-C reaches while it waits."""
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    return call()
+
+
+def test_interrupted_wait_cancels_its_call(silent_server):
+    with Client(silent_server) as client:
+        with pytest.raises(KeyboardInterrupt):
+            interrupted(client.usage)
+        asyncio.run(until(lambda: not asyncio.all_tasks(client._loop), "end of the call"))
 
 
 @pytest.mark.parametrize("call", [lambda c: c.usage(), lambda c: c.step(), lambda c: list(c.generate("a"))])
@@ -119,6 +137,13 @@ async def test_step_of_a_closed_client_ends_with_its_code():
         await client.close()
         with pytest.raises(TransportError, match="CANCELLED"):
             await step.attend(["a"], make_queries(1), layer=0)
+
+
+def test_what_a_newer_server_says_is_no_raw_error():
+    chunk = to_chunk(generation_pb2.GenerateResponse(text="a", finish_reason=77))
+    assert (chunk.text, chunk.finish_reason) == ("a", "other")
+    with pytest.raises(TransportError, match="data type 77 is not known here"):
+        to_cache_info(kv_cache_pb2.GetCacheInfoResponse(data_type=77))
 
 
 def _use(client, queue):

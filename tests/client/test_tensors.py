@@ -120,6 +120,15 @@ def test_floats_of_the_wire_arrive_bit_by_bit_from_any_library(dtype, wrap):
         assert_same(received(wrap(strided)), np.ascontiguousarray(strided))
 
 
+def test_dlpack_without_a_device_is_read_in_host_memory_only():
+    class Bare:
+        def __init__(self, array):
+            self.__dlpack__ = Exported(array).__dlpack__
+
+    array = make_array(ml_dtypes.bfloat16)
+    assert_same(received(Bare(array)), array)
+
+
 def test_source_lives_as_long_as_its_view():
     view = as_array(Exported(make_array(ml_dtypes.bfloat16)), "keys")
     assert_same(view, make_array(ml_dtypes.bfloat16))

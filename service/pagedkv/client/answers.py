@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pagedkv.client.tensors import DTYPES, to_array
 from pagedkv.client.types import Attention, CacheInfo, Chunk, ModelInfo, SequenceInfo, Swap, Usage
-from pagedkv.v1 import generation_pb2, kv_cache_pb2
+from pagedkv.dtypes import DType
+from pagedkv.errors import TransportError
+from pagedkv.v1 import generation_pb2, kv_cache_pb2, tensor_pb2
 
 _FINISH_REASONS = {
     generation_pb2.FINISH_REASON_UNSPECIFIED: None,
@@ -23,7 +25,7 @@ def to_cache_info(message: kv_cache_pb2.GetCacheInfoResponse) -> CacheInfo:
         num_heads=message.head_count,
         num_kv_heads=message.kv_head_count,
         head_dim=message.head_dim,
-        dtype=DTYPES[message.data_type],
+        dtype=_dtype(message.data_type),
         backend=message.backend,
         max_sequence_tokens=message.sequence_token_limit,
         block_bytes=message.block_bytes,
@@ -79,7 +81,7 @@ def to_chunk(message: generation_pb2.GenerateResponse) -> Chunk:
     return Chunk(
         text=message.text,
         token_ids=tuple(message.token_ids),
-        finish_reason=_FINISH_REASONS[message.finish_reason],
+        finish_reason=_FINISH_REASONS.get(message.finish_reason, "other"),
         num_prompt_tokens=message.prompt_token_count,
         num_cached_tokens=message.cached_token_count,
         num_output_tokens=message.output_token_count,
@@ -89,3 +91,11 @@ def to_chunk(message: generation_pb2.GenerateResponse) -> Chunk:
 def to_model_info(message: generation_pb2.GetModelInfoResponse) -> ModelInfo:
     """Return the served model's description."""
     return ModelInfo(message.architecture, message.vocabulary_size, message.token_limit, tuple(message.eos_token_ids))
+
+
+def _dtype(data_type: tensor_pb2.DataType.ValueType) -> DType:
+    dtype = DTYPES.get(data_type)
+    if dtype is None:
+        message = f"the pool's data type {data_type} is not known here; is the server newer than the client?"
+        raise TransportError(message, code="UNIMPLEMENTED")
+    return dtype

@@ -58,9 +58,9 @@ class _Handover:
         return self._device
 
 
-def is_host_memory(exporter: Any) -> bool:
-    """Whether an object with `__dlpack__` lies where this process can read it."""
-    return exporter.__dlpack_device__()[0] in (_CPU, _PINNED)
+def is_on_device(exporter: Any) -> bool:
+    """Whether an object with `__dlpack__` says that it lies where this process cannot read it."""
+    return hasattr(exporter, "__dlpack_device__") and exporter.__dlpack_device__()[0] not in (_CPU, _PINNED)
 
 
 def read_dlpack(exporter: Any) -> npt.NDArray[Any]:
@@ -71,8 +71,10 @@ def read_dlpack(exporter: Any) -> npt.NDArray[Any]:
         capsule = exporter.__dlpack__()
     name = _get_name(capsule)
     tensor = _Tensor.from_address(_get_pointer(capsule, name) + _OFFSETS[name])
+    if tensor.device_type not in (_CPU, _PINNED):
+        raise BufferError(f"its memory is on a device of type {tensor.device_type}")
     real_type = _NAMELESS.get((tensor.code, tensor.bits)) if tensor.lanes == 1 else None
     if real_type is not None:
         tensor.code = _UINT
-    array = np.from_dlpack(_Handover(capsule, exporter.__dlpack_device__()))  # type: ignore[arg-type]
+    array = np.from_dlpack(_Handover(capsule, (tensor.device_type, tensor.device_id)))  # type: ignore[arg-type]
     return array if real_type is None else array.view(real_type)

@@ -119,22 +119,20 @@ def generate_request(
     salt: Any,
 ) -> generation_pb2.GenerateRequest:
     """Return the message of AsyncClient.generate."""
-    return generation_pb2.GenerateRequest(
-        **_prompt(prompt, token_ids, messages),
-        sampling=generation_pb2.SamplingOptions(
-            max_tokens=optional(integer, "max_tokens", max_tokens, 1, INT32_MAX),
-            temperature=optional(
-                number, "temperature", temperature, "finite and at least 0", lambda real: 0 <= real < float("inf")
-            ),
-            top_k=integer("top_k", top_k, 0, INT32_MAX),
-            top_p=optional(number, "top_p", top_p, "in (0, 1]", lambda real: 0 < real <= 1),
-            seed=optional(integer, "seed", seed, 0, UINT64_MAX),
-            stop=texts("stop", stop),
-            stop_token_ids=integers("stop_token_ids", stop_token_ids, 0, INT32_MAX),
-            ignore_eos=flag("ignore_eos", ignore_eos),
+    sampling = generation_pb2.SamplingOptions(
+        max_tokens=optional(integer, "max_tokens", max_tokens, 1, INT32_MAX),
+        temperature=optional(
+            number, "temperature", temperature, "finite and at least 0", lambda real: 0 <= real < float("inf")
         ),
-        salt=optional(octets, "salt", salt),
+        top_k=integer("top_k", top_k, 0, INT32_MAX),
+        top_p=optional(number, "top_p", top_p, "in (0, 1]", lambda real: 0 < real <= 1),
+        seed=optional(integer, "seed", seed, 0, UINT64_MAX),
+        stop=texts("stop", stop),
+        stop_token_ids=integers("stop_token_ids", stop_token_ids, 0, INT32_MAX),
+        ignore_eos=flag("ignore_eos", ignore_eos),
     )
+    salt = optional(octets, "salt", salt)
+    return generation_pb2.GenerateRequest(**_prompt(prompt, token_ids, messages), sampling=sampling, salt=salt)
 
 
 def tokenize_request(prompt: Any, add_special: Any, parse_special: Any) -> generation_pb2.TokenizeRequest:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagedkv.client.arguments import refuse
-from pagedkv.client.dlpack import is_host_memory, read_dlpack
+from pagedkv.client.dlpack import is_on_device, read_dlpack
 from pagedkv.dtypes import DType
 from pagedkv.v1 import tensor_pb2
 
@@ -84,7 +84,7 @@ def _read(source: Any, field: str) -> npt.NDArray[Any]:
     for method in ("detach", "resolve_neg"):  # PyTorch exports no gradient, and forgets a sign that is still to come
         source = getattr(source, method)() if hasattr(source, method) else source
     if hasattr(source, "__dlpack__"):
-        if not is_host_memory(source):
+        if is_on_device(source):
             source = _to_host(source, field)
         return read_dlpack(source)
     if hasattr(source, "__cuda_array_interface__"):
@@ -94,7 +94,7 @@ def _read(source: Any, field: str) -> npt.NDArray[Any]:
 
 def _to_host(source: Any, field: str) -> Any:
     host = source.cpu() if hasattr(source, "cpu") else source
-    if not is_host_memory(host):
+    if is_on_device(host):
         _refuse_device(source, field)
     return host
 
@@ -115,9 +115,11 @@ def _wire_type(dtype: np.dtype[Any], field: str) -> np.dtype[Any]:
 
 
 def _convert(array: npt.NDArray[Any], dtype: np.dtype[Any], field: str) -> npt.NDArray[Any]:
+    if array.dtype == dtype:
+        return array
     try:
         with np.errstate(over="raise"):
-            return array.astype(dtype, copy=False)
+            return array.astype(dtype)
     except FloatingPointError:
         peak = float(np.abs(array[np.isfinite(array)]).max())
         refuse(field, "must be within float32's range", peak, float(np.finfo(np.float32).max))

@@ -120,7 +120,10 @@ class Audit:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """New text of a generation; `finish_reason` ("stop", "length", "cancelled") is set on the last chunk only."""
+    """New text of a generation; `finish_reason` is set on the last chunk only.
+
+    It is "stop", "length" or "cancelled", and "other" where a newer server gives a reason that is not known here.
+    """
 
     text: str
     token_ids: tuple[int, ...]
