@@ -108,7 +108,7 @@ def build_service(
     assert shape is not None
     backend = open_backend(options, shape, on_compile, say)
     try:
-        model = None if path is None else load_model(path, backend)
+        model = None if path is None else load_model(path, backend, say)
         backend.warm_up()
     except BaseException:
         backend.close()
