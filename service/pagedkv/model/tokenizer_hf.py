@@ -12,9 +12,12 @@ from pagedkv.errors import InvalidModelFile
 from pagedkv.model.chat_template import ChatTemplate
 from pagedkv.model.config import ModelConfig, refuse_option
 from pagedkv.model.hf_config import read_json_file, special_text
+from pagedkv.model.mapped_file import read_bytes
+from pagedkv.model.shown import shown
 from pagedkv.model.token_text import byte_level_bytes, sentencepiece_bytes
 from pagedkv.model.tokenizer import SpecialTokens, Tokenizer
 
+_MAX_TEMPLATE_BYTES = 1 << 20
 _SENTENCEPIECE_STEPS = ("Replace", "ByteFallback", "Fuse", "Strip", "Metaspace")
 
 
@@ -83,13 +86,23 @@ def _adds_bos(encoder: TokenizersTokenizer, config: ModelConfig, options: dict[s
     return config.bos_token_id is not None and first == [config.bos_token_id]
 
 
+def _read_text(path: Path) -> str:
+    try:
+        return read_bytes(path, _MAX_TEMPLATE_BYTES).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidModelFile(f"{path}: is not UTF-8 at byte {error.start}", file=path) from error
+
+
 def _read_template(directory: Path, options: dict[str, Any]) -> ChatTemplate | None:
     path = directory / "chat_template.jinja"
-    source = path.read_text("utf-8") if path.is_file() else options.get("chat_template")
+    source = _read_text(path) if path.is_file() else options.get("chat_template")
     if isinstance(source, list):  # several named templates
-        named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
-        source = named.get("default")
-    if not isinstance(source, str):
+        named = [entry for entry in source if isinstance(entry, dict) and entry.get("name") == "default"]
+        source = named[-1].get("template") if named else None
+    if source is None:
         return None
+    if not isinstance(source, str):
+        path = directory / "tokenizer_config.json"
+        raise InvalidModelFile(f"{path}: chat_template must be a string, got {shown(source)}", file=path)
     texts = {name: special_text(options, name) or "" for name in ("bos_token", "eos_token")}
     return ChatTemplate(source, **texts)
