@@ -25,7 +25,7 @@ _STRETCHED_KINDS = ("linear", "dynamic")
 _LAYER_KINDS = ("full_attention", "sliding_attention")
 _QUANTIZATIONS = ("quantization_config", "compression_config")
 _MSCALES = (0.0, 1e6)
-_MAX_JSON_BYTES = 1 << 28
+_MAX_JSON_BYTES = 1 << 26  # twice the largest tokenizer.json there is; parsed, it takes up to 32 times as much
 
 
 def read_json_file(path: Path, *, required: bool = False) -> dict[str, Any]:

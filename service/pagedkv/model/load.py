@@ -1,4 +1,9 @@
-"""Open a model: its configuration alone, or all of it."""
+"""Open a model: its configuration alone, or all of it.
+
+Model files are untrusted. What reading them takes is bounded by their size: 16 bytes of memory for each byte of a GGUF
+header, 32 for each byte of JSON, 256 for each byte of a vocabulary and its merges, and some 64 MiB; time goes with it.
+Tensors' data stays mapped, or takes what `load_model` says.
+"""
 
 from __future__ import annotations
 

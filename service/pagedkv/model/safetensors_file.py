@@ -1,7 +1,8 @@
 """A checked reader of safetensors files and of directories of them.
 
 Format: 8 bytes little-endian header length, a JSON header, then the tensors' bytes
-(https://huggingface.co/docs/safetensors). The files are untrusted, as everywhere here.
+(https://huggingface.co/docs/safetensors). The files are untrusted, as everywhere here: parsing a header takes at most
+32 bytes of memory for each of its bytes, and none for the tensors' data.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from pagedkv.model.config import Fields
 from pagedkv.model.mapped_file import MappedFile, TensorEntry, check_extents, read_bytes
 from pagedkv.model.shown import shown
 
-_MAX_HEADER_BYTES = 100_000_000
+_MAX_HEADER_BYTES = 1 << 25
+_MAX_TENSORS = 1 << 16
 _MAX_DIMS = 8
 _MAX_SIZE = 1 << 62  # of a dimension or an offset
 _LISTED = 8  # file names in an error
@@ -50,6 +52,8 @@ class SafetensorsFile:
 
     def _read_tensors(self) -> dict[str, TensorEntry]:
         header, data_start = self._read_header()
+        if len(header) > _MAX_TENSORS:
+            raise InvalidModelFile(f"{self.path}: {len(header)} tensors, at most {_MAX_TENSORS}", file=self.path)
         tensors = {
             name: self._read_entry(name, value, data_start) for name, value in header.items() if name != "__metadata__"
         }

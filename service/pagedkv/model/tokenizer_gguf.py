@@ -19,7 +19,7 @@ from pagedkv.model.tokenizer import SpecialTokens, Tokenizer
 
 _UNDEFINED, _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(7)
 _MAX_CONTROL_TOKENS = 1 << 16
-_MAX_PIECE = 256  # characters of a SentencePiece token
+_MAX_PIECE = 128  # characters of a SentencePiece token
 _SPACE = "▁"
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -117,13 +117,13 @@ class _Builder:
         if len(longest) > _MAX_PIECE:  # every way to cut a piece in two is tried
             rule = f"must have at most {_MAX_PIECE} characters, has {len(longest)}"
             raise self._fail_item("tokens", usable[longest], rule, longest)
-        found = []
+        found: list[tuple[float, int, int]] = []
         for token, index in usable.items():
             pairs = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
-            local = [(usable[a], usable[b], a, b) for a, b in pairs if a in usable and b in usable]
+            local = [(usable[a], usable[b]) for a, b in pairs if a in usable and b in usable]
             found += [(-scores[index], *pair) for pair in sorted(local)]
         found.sort(key=lambda merge: merge[0])  # stable: equal scores keep the vocabulary's order
-        return [(left, right) for *_, left, right in found]
+        return [(self._tokens[left], self._tokens[right]) for _, left, right in found]
 
     def _make(self, merges: list[Any], **options: Any) -> TokenizersTokenizer:
         vocabulary = {token: index for index, token in enumerate(self._tokens)}
