@@ -18,10 +18,12 @@ from hypothesis import strategies as st
 
 from helpers.gguf_bytes import ARRAY, BOOL, FLOAT32, FLOAT64, FORMATS, INT8, INT32, STRING, UINT32, GgufBytes, Typed
 from helpers.model_runner import load_on_numpy
+from helpers.numpy_dense import NumpyBackend
 from helpers.open_files import open_handles
 from helpers.tiny_models import make_tiny_model, sentencepiece_vocabulary, write_json
-from pagedkv.errors import InvalidModelFile, UnsupportedModel
-from pagedkv.model import LoadedModel, read_model_config
+from pagedkv.compute.layout import KvLayout
+from pagedkv.errors import DeviceError, InvalidModelFile, UnsupportedModel
+from pagedkv.model import LoadedModel, load, load_model, read_model_config
 
 KEYS = ("general.alignment", "split.count", "llama.rope.scaling.type", "llama.rope.scaling.factor", "llama.vocab_size")
 
@@ -324,6 +326,32 @@ def test_rl11_pipe_in_the_place_of_a_gguf_file_is_refused(scratch):
 def test_rl11_file_that_may_not_be_read_or_is_not_there_is_refused_by_name(scratch):
     with pytest.raises(InvalidModelFile, match=r"none\.gguf: cannot be read: No such file"):
         read_model_config(scratch / "none.gguf")
+
+
+# --- the last net
+
+
+@pytest.mark.parametrize("error", [KeyError("k"), RecursionError(), UnicodeError(), OSError(5, "Input/output error")])
+@pytest.mark.parametrize("step", ["read_hf_config", "read_hf_tokenizer", "WeightPlan"])
+def test_rl11_what_no_check_foresaw_is_refused_with_the_file_and_nothing_stays_open(hf_model, monkeypatch, step, error):
+    def fail(*args):
+        raise error
+
+    shape = read_model_config(hf_model).kv_shape()
+    monkeypatch.setattr(load, step, fail)
+    with pytest.raises(InvalidModelFile, match=r"cannot be (understood|read)") as caught:
+        load_model(hf_model, NumpyBackend(KvLayout(shape, 1, 16)))
+    assert str(hf_model) in str(caught.value)
+    assert not open_handles(hf_model)
+
+
+def test_rl11_too_little_memory_for_the_weights_is_an_error_of_the_device(hf_model, monkeypatch):
+    def fail(*args):
+        raise MemoryError
+
+    monkeypatch.setattr(NumpyBackend, "load_weight", fail)
+    with pytest.raises(DeviceError, match="not enough memory for its weights"):
+        load_on_numpy(hf_model)
 
 
 # --- everything at random

@@ -129,6 +129,20 @@ def test_nc20_part_of_a_model_with_other_tensors_is_named(parts, tmp_path):
     assert_refused(parts[0], name_of(1))
 
 
+def test_nc20_first_part_of_another_model_is_named_beside_the_part_that_does_not_fit(parts, tmp_path):
+    norm = {"model.norm.weight": np.ones(63, np.float32)}
+    other = make_tiny_model(tmp_path / "other", tied=False, overrides={"llama.feed_forward_length": 95}, weights=norm)
+    shutil.copy(split(other, tmp_path / "foreign")[0], parts[0])
+    with pytest.raises(InvalidModelFile, match=rf"configuration in {name_of(0)} needs"):
+        load_on_numpy(parts[2])
+
+
+def test_nc20_part_with_too_few_tensors_is_named_with_all_counts(whole, parts):
+    rest = split(whole, parts[0].parent.with_name("more"), first_tensors=10)
+    shutil.copy(rest[2], parts[2])
+    assert_refused(parts[0], "split.tensors.count is 21", *map(name_of, range(COUNT)))
+
+
 def test_nc20_part_that_contradicts_the_first_part_s_metadata_is_named(whole, tmp_path):
     parts = split(whole, tmp_path / "parts", extra={"llama.embedding_length": 65})
     assert_refused(parts[0], name_of(1), "llama.embedding_length", "65", "64")

@@ -22,6 +22,7 @@ from pagedkv.model.shown import shown
 _NAME = re.compile(r"(?P<stem>.*)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})\.gguf")
 _PREFIX = "split."
 _MAX_PARTS = 1000
+_MAX_LISTED = 400  # characters
 
 
 def open_gguf(path: Path) -> GgufSource:
@@ -77,6 +78,9 @@ class GgufParts:
         fields = _split_fields(file)
         if fields.count("count", 1, _MAX_PARTS) != count:
             raise fields.fail("count", f"must be {count}, as in {first.path.name}")
+        total = _split_fields(first).get("tensors.count")
+        if fields.get("tensors.count") != total:
+            raise fields.fail("tensors.count", f"must be {shown(total)}, as in {first.path.name}")
         if fields.count("no", least=0) != number:
             raise fields.fail("no", f"must be {number}: the part is of another model, or has another's name")
         for key, value in file.metadata.items() if file is not first else ():
@@ -97,10 +101,14 @@ class GgufParts:
                         tensor=name,
                     )
                 owners[name] = file
-        for file in self._files:
-            fields = _split_fields(file)
-            if fields.count("tensors.count", len(owners), least=0) != len(owners):
-                raise fields.fail("tensors.count", f"must be {len(owners)}, which all parts hold together")
+        stated = _split_fields(self._files[0]).count("tensors.count", len(owners), least=0)
+        if stated != len(owners):
+            held = ", ".join(f"{file.path.name} {len(file.tensors)}" for file in self._files)
+            raise InvalidModelFile(
+                f"{self.path}: split.tensors.count is {stated}, but the parts hold {len(owners)} tensors, "
+                f"so one is of another model: {held[:_MAX_LISTED]}",
+                file=self.path,
+            )
         return owners
 
 

@@ -181,6 +181,7 @@ def _scaling_options(kind: str, scaling: Fields, length: int, original: int) -> 
             raise scaling.fail("original_max_position_embeddings", f"must be max_position_embeddings ({length})")
         return {"factor": scaling.number("factor")}
     if kind == "default":
+        scaling.refuse_other("factor", 1.0)
         return {}
     original = scaling.count("original_max_position_embeddings", original)
     if kind == "llama3":

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pagedkv.compute.backend import Backend
+from pagedkv.errors import DeviceError
 from pagedkv.model.config import ModelConfig, naming, only_refusals
 from pagedkv.model.decoder import Decoder
 from pagedkv.model.gguf_config import read_gguf_config
@@ -59,12 +60,17 @@ def load_model(path: Path, backend: Backend, say: Callable[[str], None] = _log.i
     """Load a model; the backend's pool must have the shape of `read_model_config(path).kv_shape(...)`.
 
     Weights stay memory-mapped as far as the backend lets them; `say` hears what is converted instead, and the memory
-    that it takes. Blocks until loaded: not for the event loop. Raises as `read_model_config`; then nothing stays open.
+    that it takes. Blocks until loaded: not for the event loop. Raises as `read_model_config`, and DeviceError where
+    memory does not suffice; then nothing stays open.
     """
     with _open(path) as (config, tokenizer, plan):
         for conversion in plan.conversions(backend):
             say(_describe(conversion))
-        weights = backend.submit(lambda: plan.load(backend)).result()
+        try:
+            with naming(path):
+                weights = backend.submit(lambda: plan.load(backend)).result()
+        except MemoryError as error:
+            raise DeviceError(f"{path}: there is not enough memory for its weights") from error
     if not config.eos_token_ids:
         warnings.warn(f"{path}: no end token is known; texts end by length or stop strings only", stacklevel=2)
     return LoadedModel(config, Decoder(config, weights, backend), tokenizer)
@@ -87,7 +93,7 @@ def _open(path: Path) -> Iterator[tuple[ModelConfig, Tokenizer, WeightPlan]]:
                 tokenizer = read_hf_tokenizer(path, config)
             else:
                 config = read_gguf_config(source)
-                plan = WeightPlan(path, config, source, GGUF_NAMES)
+                plan = WeightPlan(source.path, config, source, GGUF_NAMES)
                 tokenizer = read_gguf_tokenizer(source, config)
             config = replace(config, bos_token_id=tokenizer.bos_token_id, add_bos=tokenizer.add_bos)
         yield config, tokenizer, plan

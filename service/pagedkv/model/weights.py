@@ -219,8 +219,9 @@ class WeightPlan:
         if entry is None:
             raise InvalidModelFile(f"{path}: tensor {name!r} is missing", file=path, tensor=name)
         if entry.shape != shape:
+            needed = f"the configuration in {self._path.name} needs {shape}"
             raise InvalidModelFile(
-                f"{path}: tensor {name!r} has shape {entry.shape}, the configuration needs {shape}",
+                f"{path}: tensor {name!r} has shape {entry.shape}, {needed}",
                 file=path,
                 tensor=name,
             )
