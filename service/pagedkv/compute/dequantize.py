@@ -1,14 +1,14 @@
 """Stored weights that no kernel reads as they are, turned into ones that kernels read.
 
-The formulas are the `gguf` package's. They run over some rows at a time, so that besides the result and the stored
-bytes a conversion needs at most `_CHUNK_WEIGHTS` times some 16 bytes.
+Numbers come from the `gguf` package; the layouts of blocks are described in ggml-quants.h of llama.cpp. A conversion
+goes over some rows at a time, so that besides the stored bytes and the result it needs at most `_CHUNK_WEIGHTS` times
+some 16 bytes.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -17,7 +17,7 @@ import numpy.typing as npt
 from pagedkv.compute.backend import WeightData
 from pagedkv.errors import InvalidModelFile, UnsupportedModel
 
-_CHUNK_WEIGHTS: Final = 1 << 22
+_CHUNK_WEIGHTS: Final = 1 << 20
 
 Blocks = npt.NDArray[np.uint8]  # [num_blocks, block_bytes]
 
@@ -53,39 +53,48 @@ def repack(weight: WeightData) -> WeightData:
     return WeightData(target, weight.shape, data.reshape(-1))
 
 
-def _q8_0_of_scaled_codes(kind: str, blocks: Blocks) -> Blocks:
-    """Repack 32 weights that are a float16 scale, in the first two bytes, times whole numbers of eight bits."""
-    codes = blocks.copy()
-    codes[:, :2] = _ONE
-    return np.hstack([blocks[:, :2], _whole(kind, codes).view(np.uint8)])
+def _q8_0_of_q5_0(blocks: Blocks) -> Blocks:
+    """Repack scale * (q - 16): float16 scale, 32 fifth bits of q, then 16 bytes with the low four as in Q4_0."""
+    fifth = np.unpackbits(blocks[:, 2:6], axis=1, bitorder="little")
+    return np.hstack([blocks[:, :2], (_nibbles(blocks[:, 6:]) | (fifth << 4)) - 16])
+
+
+def _q8_0_of_iq4_nl(blocks: Blocks) -> Blocks:
+    """Repack scale * table[q]: float16 scale, 16 bytes as in Q4_0."""
+    return np.hstack([blocks[:, :2], _IQ4_NL_TABLE[_nibbles(blocks[:, 2:])]])
 
 
 def _q6_k_of_q3_k(blocks: Blocks) -> Blocks:
     """Repack scale * s * q: s of six bits becomes one of eight, q of three bits one of six.
 
-    Each is read off by the formula itself, with 1 in the place of the others.
+    256 weights are eight runs of 32. Q3_K: 32 bytes whose bit i is set where run i has no -4, 64 bytes with the low two
+    bits of four runs each, 12 bytes with sixteen s + 32, a float16 scale. Q6_K: see quant_emit.
     """
-    codes, smalls = blocks.copy(), blocks.copy()
-    codes[:, 96:104], codes[:, 104:108], codes[:, 108:] = 0x11, 0xAA, _ONE  # every s is 1
-    smalls[:, :32], smalls[:, 32:96], smalls[:, 108:] = 0xFF, 0x55, _ONE  # every q is 1
-    # Q6_K's order: two halves of four runs of 32; low bits of runs 0 and 2, 1 and 3 share bytes, high bits of all four.
-    runs = (_whole("Q3_K", codes) + 32).view(np.uint8).reshape(-1, 2, 4, 32)
-    low = (runs[:, :, :2] & 15) | (runs[:, :, 2:] << 4)
-    high = np.bitwise_or.reduce((runs >> 4) << (2 * np.arange(4, dtype=np.uint8))[:, None], axis=2)
-    small = _whole("Q3_K", smalls)[:, ::16].view(np.uint8)
-    return np.hstack([low.reshape(-1, 128), high.reshape(-1, 64), small, blocks[:, 108:]])
+    high = (blocks[:, None, :32] >> _RUNS) & 1
+    low = (blocks[:, 32:96].reshape(-1, 2, 1, 32) >> _PAIRS) & 3
+    codes = (low.reshape(-1, 8, 32) + (high << 2) + 28).reshape(-1, 2, 4, 32)  # q + 32
+    bottom = (codes[:, :, :2] & 15) | (codes[:, :, 2:] << 4)
+    top = np.bitwise_or.reduce((codes >> 4) << _PAIRS, axis=2)
+    scales = _nibbles(blocks[:, 96:104]) | (((blocks[:, None, 104:108] >> _PAIRS) & 3).reshape(-1, 16) << 4)
+    return np.hstack([bottom.reshape(-1, 128), top.reshape(-1, 64), scales - 32, blocks[:, 108:]])
 
 
-_ONE: Final = np.ones(1, "<f2").view(np.uint8)
+def _nibbles(packed: Blocks) -> Blocks:
+    """Return the low halves of all bytes, then their high halves."""
+    return np.hstack([packed & 15, packed >> 4])
+
+
+# Bytes hold signed numbers too: a difference below 0 wraps to the same bits.
+_IQ4_NL_TABLE: Final = np.array(
+    [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8
+).view(np.uint8)
+_RUNS: Final = np.arange(8, dtype=np.uint8)[:, None]
+_PAIRS: Final = np.arange(0, 8, 2, dtype=np.uint8)[:, None]  # shifts to the two bits of each of four runs
 _REPACKED: Final[dict[str, tuple[str, Callable[[Blocks], Blocks]]]] = {
-    "Q5_0": ("Q8_0", partial(_q8_0_of_scaled_codes, "Q5_0")),
-    "IQ4_NL": ("Q8_0", partial(_q8_0_of_scaled_codes, "IQ4_NL")),
+    "Q5_0": ("Q8_0", _q8_0_of_q5_0),
+    "IQ4_NL": ("Q8_0", _q8_0_of_iq4_nl),
     "Q3_K": ("Q6_K", _q6_k_of_q3_k),
 }
-
-
-def _whole(kind: str, blocks: Blocks) -> npt.NDArray[np.int8]:
-    return _formula(kind, blocks).astype(np.int8)
 
 
 def _formula(kind: str, rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
