@@ -164,14 +164,15 @@ def test_rl11_gguf_number_that_no_formula_can_take_is_refused(gguf_model, scratc
         ("bos_token_id", lambda n: Typed(INT32, -1), "bos_token_id must be"),
         ("eos_token_id", lambda n: Typed(BOOL, True), "eos_token_id must be"),
         ("add_bos_token", lambda n: Typed(UINT32, 1), "add_bos_token must be true or false"),
+        ("add_space_prefix", lambda n: Typed(UINT32, 1), "add_space_prefix must be true or false|byte-level"),
     ],
 )
 def test_rl11_token_metadata_of_a_wrong_type_or_value_is_refused(gguf_model, scratch, key, value, needle):
     num_tokens = len(GgufBytes.parse(gguf_model).metadata["tokenizer.ggml.tokens"].value)
     path = with_keys(gguf_model, scratch / "x.gguf", **{f"tokenizer.ggml.{key}": value(num_tokens)})
     answer = load_or_refuse(path)
-    if key == "pre" and isinstance(answer, LoadedModel):
-        return  # SentencePiece has no pre-tokeniser
+    if key in ("pre", "add_space_prefix") and isinstance(answer, LoadedModel):
+        return  # only one of the two vocabularies has it
     assert re.search(needle, str(answer))
 
 
@@ -191,6 +192,22 @@ def test_rl11_piece_with_too_many_ways_to_cut_it_is_refused_with_its_place(tmp_p
     tokens[-1] = "a" * 1_000_000
     path = with_keys(content, tmp_path / "x.gguf", tokenizer__ggml__tokens=Typed(ARRAY, tokens, STRING))
     with pytest.raises(InvalidModelFile, match=r"tokens\[\d+\] must have at most 128 characters, has 1000000"):
+        load_on_numpy(path)
+
+
+def test_rl11_panic_of_the_tokenizers_library_is_a_refusal(hf_model, scratch):
+    definition = json.loads((hf_model / "tokenizer.json").read_text())
+    definition["model"]["continuing_subword_prefix"] = "x" * 5000
+    path = with_file(hf_model, scratch / "x", "tokenizer.json", definition)
+    with pytest.raises(InvalidModelFile, match=r"tokenizer\.json: not a tokenizer: ") as caught:
+        load_on_numpy(path)
+    assert_names_its_file(caught.value, path)
+
+
+@pytest.mark.parametrize("value", ["yes", 1, [True]])
+def test_rl11_add_bos_token_of_a_wrong_type_is_refused(hf_model, scratch, value):
+    path = with_file(hf_model, scratch / "x", "tokenizer_config.json", {"add_bos_token": value})
+    with pytest.raises(InvalidModelFile, match="add_bos_token must be true or false"):
         load_on_numpy(path)
 
 

@@ -17,6 +17,7 @@ from pagedkv.model.shown import shown
 SUPPORTED_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 MAX_COUNT = (1 << 31) - 1
 _MAX_LAYERS = 1 << 12
+_MAX_MESSAGE = 200  # characters of a library's own words
 
 Limits = tuple[float, float]
 POSITIVE: Limits = (1e-6, 1e6)
@@ -200,6 +201,17 @@ def only_refusals(path: Path) -> Iterator[None]:
         raise InvalidModelFile(f"{path}: cannot be read: {error.strerror}", file=path) from error
     except Exception as error:
         raise InvalidModelFile(f"{path}: cannot be understood: {type(error).__name__}", file=path) from error
+
+
+@contextmanager
+def library_refusals(path: Path, what: str) -> Iterator[None]:
+    """Turn whatever a library says of an untrusted file into InvalidModelFile, shortened; a panic in Rust too."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise InvalidModelFile(f"{path}: {what}: {str(error)[:_MAX_MESSAGE]}", file=path) from error
 
 
 def refuse_architecture(path: Path, name: object) -> UnsupportedModel:

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as TokenizersTokenizer
 
 from pagedkv.errors import InvalidModelFile
 from pagedkv.model.chat_template import ChatTemplate
-from pagedkv.model.config import ModelConfig, refuse_option
+from pagedkv.model.config import Fields, ModelConfig, library_refusals, refuse_option
 from pagedkv.model.gguf_file import GgufSource
 from pagedkv.model.shown import shown
 from pagedkv.model.token_text import byte_level_bytes, sentencepiece_bytes
@@ -78,7 +78,7 @@ class _Builder:
         if model == "gpt2":
             return self._finish(self._byte_level(), byte_level_bytes, strips_space=False)
         if model == "llama":
-            adds_space = self._metadata.get("tokenizer.ggml.add_space_prefix") is not False
+            adds_space = Fields(self._path, self._metadata, "tokenizer.ggml.").flag("add_space_prefix", True)
             return self._finish(self._sentencepiece(adds_space), sentencepiece_bytes, strips_space=adds_space)
         raise refuse_option(self._path, "tokenizer model", model, "gpt2, llama")
 
@@ -127,10 +127,8 @@ class _Builder:
 
     def _make(self, merges: list[Any], **options: Any) -> TokenizersTokenizer:
         vocabulary = {token: index for index, token in enumerate(self._tokens)}
-        try:
+        with library_refusals(self._path, "the vocabulary and its merges do not fit"):
             encoder = TokenizersTokenizer(models.BPE(vocabulary, merges, **options))
-        except Exception as error:  # the library raises plain Exception
-            raise self._fail(f"the vocabulary and its merges do not fit: {error}") from error
         control = [AddedToken(t, special=True, normalized=False) for t in self._of_type(_CONTROL)]
         user = [AddedToken(t, special=False, normalized=False) for t in self._of_type(_USER_DEFINED)]
         encoder.add_special_tokens(control)
