@@ -24,6 +24,7 @@ from helpers.tiny_models import make_tiny_model, sentencepiece_vocabulary, write
 from pagedkv.compute.layout import KvLayout
 from pagedkv.errors import DeviceError, InvalidModelFile, UnsupportedModel
 from pagedkv.model import LoadedModel, load, load_model, read_model_config
+from pagedkv.model.shown import shown
 
 KEYS = ("general.alignment", "split.count", "llama.rope.scaling.type", "llama.rope.scaling.factor", "llama.vocab_size")
 
@@ -234,6 +235,23 @@ def test_rl11_template_of_a_wrong_type_is_refused(gguf_model, hf_model, scratch,
     ):
         with pytest.raises(InvalidModelFile, match="chat_template must be a string"):
             load_on_numpy(path)
+
+
+@pytest.mark.parametrize("key", ["general.name", "tokenizer.ggml.model"])
+def test_rl11_string_that_is_not_utf8_or_does_not_end_is_refused_with_its_key(gguf_model, scratch, key):
+    path = with_keys(gguf_model, scratch / "x.gguf", **{key: Typed(STRING, b"a\xffb")})
+    with pytest.raises(InvalidModelFile, match=rf"x\.gguf: a string is not UTF-8: b'a\\xffb', in key '{key}'"):
+        load_on_numpy(path)
+    content = with_keys(gguf_model, scratch / "x.gguf", **{key: Typed(STRING, "marked")}).read_bytes()
+    place = content.index(b"marked") - 8
+    (scratch / "x.gguf").write_bytes(content[:place] + b"\xff" * 7 + b"\x00" + content[place + 8 :])
+    with pytest.raises(InvalidModelFile, match=rf"x\.gguf: a string of 72057594037927935 bytes .*'{key}'"):
+        load_on_numpy(scratch / "x.gguf")
+
+
+def test_rl11_value_in_an_error_is_short_whatever_it_holds():
+    for value in ("x" * 10**6, b"x" * 10**6, ["x" * 10**6] * 1000, {"a" * 10**5: 1}, 10**4000, [[[[[[1]]]]]] * 99):
+        assert len(shown(value)) <= 80
 
 
 # --- tensors

@@ -131,6 +131,7 @@ class _Header:
         self._path = path
         self._file = file
         self._at = 0
+        self._place = ""  # what is being read, for errors
         self._num_strings = 0
         num_tensors, num_keys = self._read_counts()
         self._alignment = _DEFAULT_ALIGNMENT
@@ -143,7 +144,7 @@ class _Header:
     def _unpack(self, format_: str) -> Any:
         size = struct.calcsize(format_)
         if self._at + size > len(self._file):
-            raise self._fail(f"the file ends inside its header, at byte {len(self._file)}")
+            raise self._fail(f"the file ends inside its header, at byte {len(self._file)}{self._place}")
         (value,) = struct.unpack_from(format_, self._file.buffer, self._at)
         self._at += size
         return value
@@ -152,13 +153,13 @@ class _Header:
         size = self._unpack("<Q")
         left = len(self._file) - self._at
         if size > (left if limit is None else min(limit, left)):
-            raise self._fail(f"a string of {size} bytes does not fit the file")
+            raise self._fail(f"a string of {size} bytes does not fit the file{self._place}")
         data = self._file[self._at : self._at + size]
         self._at += size
         try:
             return data.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise self._fail("a string is not UTF-8") from error
+            raise self._fail(f"a string is not UTF-8: {shown(data)}{self._place}") from error
 
     def _read_counts(self) -> tuple[int, int]:
         magic = self._file[0:4]
@@ -180,6 +181,7 @@ class _Header:
         metadata: dict[str, Any] = {}
         for _ in range(num_keys):
             key = self._read_string(_MAX_NAME_BYTES)
+            self._place = f", in key {shown(key)}"
             if key in metadata:
                 raise self._fail(f"key {shown(key)} occurs twice")
             value_type = self._unpack("<I")
@@ -257,6 +259,7 @@ class _Header:
     def _read_tensor(self) -> TensorEntry:
         """Return the next entry, with its start relative to the data section."""
         name = self._read_string(_MAX_NAME_BYTES)
+        self._place = f", in tensor {shown(name)}"
         num_dims = self._unpack("<I")
         if not 1 <= num_dims <= _MAX_DIMS:
             raise self._fail(f"tensor {shown(name)} has {num_dims} dimensions, must be 1 to {_MAX_DIMS}", name)

@@ -13,6 +13,10 @@ class _Short(reprlib.Repr):
         self.maxstring = self.maxother = self.maxlong = _WIDTH
         self.maxlevel = 3
 
+    def repr_bytes(self, value: bytes, level: int) -> str:
+        """Cut before, not after."""
+        return repr(value[:_WIDTH])
+
 
 _SHORT = _Short()
 
