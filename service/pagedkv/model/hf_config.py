@@ -153,7 +153,8 @@ def _read_rope(fields: Fields, head_dim: int) -> RopeConfig:
 
 def _rope_block(fields: Fields) -> Fields:
     """Return the block under its new or its old name."""
-    blocks = {name: fields.get(name) for name in ("rope_parameters", "rope_scaling") if fields.get(name)}
+    names = [name for name in ("rope_parameters", "rope_scaling") if fields.get(name) is not None]
+    blocks = {name: fields.get(name) for name in names}
     for name, block in blocks.items():
         if not isinstance(block, dict):
             raise fields.fail(name, "must be an object")
