@@ -24,6 +24,7 @@ from helpers.tiny_models import make_tiny_model, sentencepiece_vocabulary, write
 from pagedkv.compute.layout import KvLayout
 from pagedkv.errors import DeviceError, InvalidModelFile, UnsupportedModel
 from pagedkv.model import LoadedModel, load, load_model, read_model_config
+from pagedkv.model.rope import ROPE_KINDS, RopeConfig
 from pagedkv.model.shown import shown
 
 KEYS = ("general.alignment", "split.count", "llama.rope.scaling.type", "llama.rope.scaling.factor", "llama.vocab_size")
@@ -132,6 +133,27 @@ def test_rl11_factor_that_stretches_beyond_every_position_is_refused(hf_model, s
     config |= {"max_position_embeddings": 2**31 - 1, "rope_scaling": {"type": "linear", "factor": 1e6}}
     with pytest.raises(InvalidModelFile, match=r"config\.json: context length 2147483647000000"):
         load_on_numpy(with_file(hf_model, scratch / "x", "config.json", config))
+
+
+EXTREMES = st.sampled_from([1e-6, 1.0, 1e6])
+
+
+@given(
+    kind=st.sampled_from(ROPE_KINDS),
+    base=st.sampled_from([math.nextafter(1, 2), 10.0, 1e30]),
+    rotary_dim=st.sampled_from([4, 64, 256]),
+    lengths=st.tuples(st.sampled_from([1, 2**31 - 1]), st.sampled_from([1, 2**31 - 1])),
+    factors=st.tuples(EXTREMES, EXTREMES, EXTREMES),
+    truncate=st.booleans(),
+)
+def test_rl11_frequencies_within_all_limits_are_finite(kind, base, rotary_dim, lengths, factors, truncate):
+    factor, fast, slow = factors
+    options = {"low_freq_factor": slow / 2, "high_freq_factor": slow, "beta_fast": fast, "beta_slow": slow}
+    rope = RopeConfig(base, rotary_dim, False, kind, factor, *lengths, truncate=truncate, **options)
+    rope.check()
+    assert np.isfinite(rope.inv_freq()).all()
+    assert (rope.inv_freq() > 0).all()
+    assert 0 < rope.scale < 1e7
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, 1e-30, 1e30])

@@ -83,7 +83,7 @@ def yarn_table(factor, original, fast, slow, base=10000.0, truncate=True):
 
 @pytest.mark.parametrize("truncate", [True, False])
 @pytest.mark.parametrize(("fast", "slow"), [(32, 1), (64, 2), (1.5, 1), (1, 1), (1, 32)])
-@pytest.mark.parametrize("original", [2, 64, 512])
+@pytest.mark.parametrize("original", [2, 64, 512, 1_000_000])
 def test_nc03_yarn_ramp_equals_the_formula(tmp_path, truncate, fast, slow, original):
     options = {"beta_fast": fast, "beta_slow": slow, "truncate": truncate, "original_max_position_embeddings": original}
     config = read_hf(tmp_path, rope_scaling=YARN | options)

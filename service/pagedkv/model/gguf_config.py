@@ -148,7 +148,7 @@ def _read_divisors(file: GgufSource, rotary_dim: int) -> tuple[float, ...] | Non
             file=file.path,
             tensor=_DIVISORS,
         )
-    values = file.weight(_DIVISORS).data.copy().view(np.float32)  # a copy, so that the file can be unmapped
+    values = file.weight(_DIVISORS).data.view(np.float32)
     sound = (values >= POSITIVE[0]) & (values <= POSITIVE[1])
     if not sound.all():
         raise InvalidModelFile(
