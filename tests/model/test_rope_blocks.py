@@ -142,6 +142,7 @@ def test_nc03_two_rope_blocks_that_contradict_are_refused(tmp_path):
         ({"rope__scaling__yarn_ext_factor": 0.5}, "rope.scaling.yarn_ext_factor"),
         ({"rope__scaling__alpha": 1000.0}, "rope.scaling.alpha"),
         ({"rope__scaling__type": "none", "rope__scaling__factor": 4.0}, "rope.scaling.factor 4"),
+        ({"rope__scale_linear": 2.0, "rope__scaling__factor": 4.0}, "rope.scale_linear contradicts"),
         ({"attention__unread": 1.0}, "attention.unread"),
         ({"attention__sliding_window_pattern": 6}, "attention.sliding_window_pattern"),
         ({"attention__clamp_kqv": 8.0}, "attention.clamp_kqv"),

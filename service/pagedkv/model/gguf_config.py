@@ -130,6 +130,8 @@ def _read_factor(fields: Fields, kind: str) -> float:
     """Return the factor, under its old name too; 0 stands for none."""
     names = [name for name in ("scaling.factor", "scale_linear") if fields.get(name) not in (None, 0.0)]
     factors = [fields.number(name) for name in names]
+    if len(set(factors)) > 1:
+        raise fields.fail(names[1], f"contradicts {fields.label(names[0])} {factors[0]:g}")
     if kind == "none" and factors not in ([], [1.0]):
         raise refuse_option(fields.path, fields.label(names[0]), factors[0], "1 where the scaling's type is none")
     return factors[0] if factors else 1.0
