@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar, cast
 
 from pagedkv.client.asynchronous import AsyncClient, AsyncStep
-from pagedkv.client.failure import after_close
+from pagedkv.client.failure import cut_off
 from pagedkv.client.types import Chunk
 from pagedkv.errors import TransportError
 
@@ -115,7 +115,7 @@ class Client:
         with self._gate:
             if not self._is_open:
                 coroutine.close()
-                raise after_close()
+                raise cut_off(is_closed=True)
             future = self._submit(coroutine)
         return _wait(future)
 
@@ -155,7 +155,7 @@ def _wait(future: concurrent.futures.Future[T]) -> T:
     try:
         return future.result()
     except concurrent.futures.CancelledError:
-        raise after_close() from None
+        raise cut_off(is_closed=True) from None
     except BaseException:
         future.cancel()
         raise

@@ -59,9 +59,10 @@ def to_exception(error: grpc.aio.AioRpcError, target: str = "the target") -> Pag
     return TransportError(_explain(str(error.details()), target), code=error.code().name)
 
 
-def after_close() -> TransportError:
-    """Return the error of a call on a client that is closed, or that was closed meanwhile."""
-    return TransportError("the client is closed", code=grpc.StatusCode.CANCELLED.name)
+def cut_off(*, is_closed: bool) -> TransportError:
+    """Return the error of a call that was cancelled, because its client is closed or otherwise."""
+    message = "the client is closed" if is_closed else "the call was cancelled"
+    return TransportError(message, code=grpc.StatusCode.CANCELLED.name)
 
 
 def _explain(said: str, target: str) -> str:
