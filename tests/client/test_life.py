@@ -110,13 +110,14 @@ async def test_closed_asyncio_client_says_so():
 
 def outlive(address):
     client = Client(address)
-    stream = client.generate("a", max_tokens=1000)
+    stream, step = client.generate("a", max_tokens=1000), client.step()
     next(stream)
     client.close()
     stream.close()
+    step.close()
 
 
-async def test_iterator_that_outlives_its_client_ends_in_silence():
+async def test_streams_that_outlive_their_client_close_in_silence():
     async with generating(slow_decoder()) as served:
         await asyncio.to_thread(outlive, served.address)
 

@@ -271,6 +271,8 @@ class AsyncClient:
             return await call
         except grpc.aio.AioRpcError as error:
             raise to_exception(error, self._target) from None
+        except grpc.aio.UsageError:
+            raise cut_off(is_closed=True) from None
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and task.cancelling():

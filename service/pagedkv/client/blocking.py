@@ -146,8 +146,12 @@ class Step:
     ) -> None:
         self.close()
 
+    def close(self) -> None:
+        """End the stream; an attend of another thread ends with TransportError. Idempotent."""
+        with contextlib.suppress(TransportError):  # the client may be closed by now, and the stream with it
+            self._run(self._behind.close())
+
     attend = _blocking(AsyncStep.attend)
-    close = _blocking(AsyncStep.close)
 
 
 def _wait(future: concurrent.futures.Future[T]) -> T:
@@ -181,6 +185,7 @@ async def _end(client: AsyncClient) -> None:
     for task in others:
         task.cancel()
     await asyncio.gather(*others, return_exceptions=True)
+    await asyncio.get_running_loop().shutdown_asyncgens()
 
 
 async def _open_step(client: AsyncClient) -> AsyncStep:
