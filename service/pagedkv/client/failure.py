@@ -19,11 +19,11 @@ _MAX_TEXT = 200  # characters of what gRPC says, where nothing better is known
 
 # what gRPC says, searched in this order, and what it means
 _MEANINGS: Final[dict[str, str]] = {
-    r"CLIENT: \w+ message larger than max \((\d+) vs. (\d+)\)": (
-        "a message of {1} bytes is over the client's limit of {2} bytes, max_message_bytes"
+    r"CLIENT: (\w+) message larger than max \((\d+) vs. (\d+)\)": (
+        "{1} message larger than the client's limit: {2} bytes, max_message_bytes is {3}"
     ),
     r"SERVER: \w+ message larger than max \((\d+) vs. (\d+)\)": (
-        "a message of {1} bytes is over the server's limit of {2} bytes"
+        "message larger than the server's limit: {1} bytes, limit {2}"
     ),
     r"http1\.x|Expected SETTINGS frame": (
         "{target} answers HTTP/1, not gRPC: that is the metrics port, or no service of ours"
