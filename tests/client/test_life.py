@@ -7,12 +7,14 @@ import signal
 import socket
 import threading
 
+import grpc
+import numpy as np
 import pytest
 
 from helpers.generation_server import generating, slow_decoder
 from helpers.server import serving
 from helpers.waiting import until
-from helpers.wire import make_queries
+from helpers.wire import make_queries, make_rows
 from pagedkv.client import AsyncClient, Client
 from pagedkv.client.answers import to_cache_info, to_chunk
 from pagedkv.errors import InvalidArgument, TransportError
@@ -54,7 +56,9 @@ def test_closing_a_client_ends_the_calls_of_other_threads(silent_server):
 
 async def test_closing_a_client_ends_the_calls_of_other_tasks_without_cancelling_them(silent_server):
     client = AsyncClient(silent_server)
-    tasks = [asyncio.ensure_future(call) for call in (client.usage(), anext(client.generate("a")))]
+    step = client.step()
+    calls = (client.usage(), anext(client.generate("a")), step.attend("a", make_queries(1), layer=0))
+    tasks = [asyncio.ensure_future(call) for call in calls]
     await asyncio.sleep(0)
     await client.close()
     for error in await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60):
@@ -106,13 +110,14 @@ async def test_closed_asyncio_client_says_so():
 
 def outlive(address):
     client = Client(address)
-    stream = client.generate("a", max_tokens=1000)
+    stream, step = client.generate("a", max_tokens=1000), client.step()
     next(stream)
     client.close()
     stream.close()
+    step.close()
 
 
-async def test_iterator_that_outlives_its_client_ends_in_silence():
+async def test_streams_that_outlive_their_client_close_in_silence():
     async with generating(slow_decoder()) as served:
         await asyncio.to_thread(outlive, served.address)
 
@@ -162,3 +167,62 @@ def test_child_of_a_fork_is_refused_instead_of_waiting_for_ever():
         child.start()
         child.join(60)
         assert "forked" in queue.get()
+
+
+async def test_attends_of_one_step_at_the_same_time_get_each_its_own_answer():
+    async with serving() as served, AsyncClient(served.address) as client:
+        await client.allocate("a")
+        await client.append("a", *make_rows(5), layer=0)
+        queries = [make_queries(1, seed) for seed in range(20)]
+        expected = [(await client.attend("a", each, layer=0)).output for each in queries]
+        async with client.step() as step:
+            found = await asyncio.gather(*(step.attend("a", each, layer=0) for each in queries))
+    assert np.array_equal([each.output for each in found], expected)
+
+
+async def test_attend_that_is_cut_off_ends_the_step_so_that_no_answer_comes_to_another():
+    async with serving() as served, AsyncClient(served.address) as client:
+        await client.allocate("a")
+        await client.append("a", *make_rows(5), layer=0)
+        async with client.step() as step:
+            await step.attend("a", make_queries(1), layer=0)
+            cut = asyncio.ensure_future(step.attend("a", make_queries(1), layer=0))
+            await asyncio.sleep(0)
+            cut.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await cut
+            with pytest.raises(TransportError, match="CANCELLED"):
+                await step.attend("a", make_queries(1, 1), layer=0)
+
+
+async def test_step_closed_by_another_task_ends_an_attend_without_cancelling_its_task(silent_server):
+    async with AsyncClient(silent_server) as client:
+        step = client.step()
+        waiting = asyncio.ensure_future(step.attend("a", make_queries(1), layer=0))
+        await asyncio.sleep(0)
+        await step.close()
+        with pytest.raises(TransportError, match="CANCELLED"):
+            await waiting
+
+
+@pytest.mark.parametrize("call", [lambda c: c.usage(), lambda c: anext(c.generate("a"))], ids=["unary", "stream"])
+async def test_call_that_the_server_cancels_is_an_error_and_cancels_no_task(call):
+    async def refuse(request, context):
+        await context.abort(grpc.StatusCode.CANCELLED, "stopping")
+
+    class Handler(grpc.GenericRpcHandler):
+        def service(self, details):
+            if details.method.endswith("Generate"):
+                return grpc.unary_stream_rpc_method_handler(refuse)
+            return grpc.unary_unary_rpc_method_handler(refuse)
+
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers([Handler()])
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with AsyncClient(f"127.0.0.1:{port}") as client:
+            with pytest.raises(TransportError, match="CANCELLED"):
+                await call(client)
+    finally:
+        await server.stop(0)

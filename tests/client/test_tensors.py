@@ -218,7 +218,7 @@ def test_broken_exporter_is_refused_with_what_it_said():
 
 
 def test_array_that_comes_back_is_the_callers_own():
-    message = convert.to_tensor(make_array(np.float32))
+    message = to_tensor(make_array(np.float32), "output")
     array = to_array(message)
     array += 1
     assert_same(to_array(message), make_array(np.float32))
@@ -257,7 +257,7 @@ class TestTorch:
             integer("layer", torch.tensor(True), 0, 9)
 
     def test_what_comes_back_becomes_a_tensor_without_a_warning(self, torch):
-        tensor = torch.from_numpy(to_array(convert.to_tensor(make_array(np.float32))))
+        tensor = torch.from_numpy(to_array(to_tensor(make_array(np.float32), "output")))
         tensor += 1
 
     @pytest.mark.parametrize("make", ["meta", "sparse", "ints"])

@@ -137,6 +137,14 @@ def test_nc20_first_part_of_another_model_is_named_beside_the_part_that_does_not
         load_on_numpy(parts[2])
 
 
+def test_nc20_tensor_that_two_parts_hold_is_named_with_both(whole, parts):
+    third = GgufFile(parts[2])
+    weights = {name: third.weight(name) for name in third.tensors}
+    write_part(parts[1], "llama", {"split.tensors.count": 21}, 1, weights)
+    with pytest.raises(InvalidModelFile, match=rf"{name_of(2)}: tensor .* is in {name_of(1)} too"):
+        read_model_config(parts[0])
+
+
 def test_nc20_part_with_too_few_tensors_is_named_with_all_counts(whole, parts):
     rest = split(whole, parts[0].parent.with_name("more"), first_tensors=10)
     shutil.copy(rest[2], parts[2])

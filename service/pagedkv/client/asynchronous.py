@@ -6,13 +6,14 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
+from weakref import WeakSet
 
 import grpc
 
 from pagedkv.client import answers
 from pagedkv.client.arguments import INT32_MAX, integer, optional, seconds, text, texts
 from pagedkv.client.channel import channel_options
-from pagedkv.client.failure import after_close, to_exception
+from pagedkv.client.failure import cut_off, to_exception
 from pagedkv.client.requests import (
     allocate_request,
     append_request,
@@ -61,6 +62,7 @@ class AsyncClient:
         limit = integer("max_message_bytes", max_message_bytes, 1, INT32_MAX)
         _check_loop()
         self._is_closed = False
+        self._steps: WeakSet[AsyncStep] = WeakSet()
         self._channel = grpc.aio.insecure_channel(self._target, options=channel_options(self._target, limit))
         self._kv_cache: Any = kv_cache_pb2_grpc.KvCacheStub(self._channel)  # type: ignore[no-untyped-call]
         self._generation: Any = generation_pb2_grpc.GenerationStub(self._channel)  # type: ignore[no-untyped-call]
@@ -76,6 +78,8 @@ class AsyncClient:
     async def close(self) -> None:
         """Close the connection; running calls end with TransportError. Idempotent."""
         self._is_closed = True
+        for step in list(self._steps):
+            await step.close()
         await self._channel.close()
 
     # -- cache --------------------------------------------------------------------------------------------------
@@ -130,7 +134,9 @@ class AsyncClient:
 
     def step(self) -> AsyncStep:
         """Open a stream of attend calls, for a decoder's layer loop: `async with client.step() as step`."""
-        return AsyncStep(self._open(self._kv_cache.Step), self._answered)
+        step = AsyncStep(self._open(self._kv_cache.Step), self._answered)
+        self._steps.add(step)
+        return step
 
     async def fork(self, parent_id: str, child_id: str, *, request_id: str = "") -> int:
         """Start a sequence that shares all blocks of another; returns its length."""
@@ -257,7 +263,7 @@ class AsyncClient:
         try:
             return method(*args, **options)
         except grpc.aio.UsageError:  # gRPC's error for a closed channel
-            raise after_close() from None
+            raise cut_off(is_closed=True) from None
 
     async def _answered(self, call: Awaitable[T]) -> T:
         """Await a call; its status becomes our exception."""
@@ -265,18 +271,23 @@ class AsyncClient:
             return await call
         except grpc.aio.AioRpcError as error:
             raise to_exception(error, self._target) from None
+        except grpc.aio.UsageError:
+            raise cut_off(is_closed=True) from None
         except asyncio.CancelledError:
             task = asyncio.current_task()
-            if self._is_closed and task is not None and not task.cancelling():
-                raise after_close() from None  # gRPC cancels what is running, though nobody cancelled this task
-            raise
+            if task is not None and task.cancelling():
+                raise
+            raise cut_off(is_closed=self._is_closed) from None  # gRPC's cancellation, though nobody cancelled this task
 
 
 class AsyncStep:
-    """An open stream of attend calls, answered in order."""
+    """An open stream of attend calls, answered in order; tasks that share it take turns."""
 
     def __init__(self, call: Any, answered: Callable[[Awaitable[Any]], Awaitable[Any]]) -> None:
         self._call, self._answered = call, answered
+        self._turn = asyncio.Lock()
+        self._running: asyncio.Future[Any] | None = None
+        self._is_over = False
 
     async def __aenter__(self) -> Self:
         return self
@@ -289,20 +300,38 @@ class AsyncStep:
     async def attend(
         self, sequence_ids: str | Sequence[str], queries: Array, *, layer: int, **options: Unpack[AttendOptions]
     ) -> Attention:
-        """Like AsyncClient.attend, without the cost of a new call. An error of the server's ends the stream."""
+        """Like AsyncClient.attend, without the cost of a new call.
+
+        What ends a call early, an error of the server's or a cancelled task, ends the stream.
+        """
         request = make_attend_request(sequence_ids, queries, layer=layer, **options)
-        try:
-            await self._answered(self._call.write(request))
-            response = await self._answered(self._call.read())
-        except asyncio.InvalidStateError:  # what gRPC raises for a write to a call that is over
-            raise TransportError("the stream has ended", code=(await self._call.code()).name) from None
+        async with self._turn:
+            if self._is_over:
+                code = await self._call.code() if self._call.done() else grpc.StatusCode.CANCELLED
+                raise TransportError("the stream has ended", code=code.name)
+            self._running = asyncio.ensure_future(self._exchange(request))
+            try:
+                response = await self._answered(self._running)
+            except BaseException:
+                await self.close()  # or the next one might get this one's answer
+                raise
         if response is grpc.aio.EOF:
             raise TransportError("the server ended the stream", code=grpc.StatusCode.UNAVAILABLE.name)
         return answers.to_attention(response)
 
     async def close(self) -> None:
-        """End the stream."""
+        """End the stream; an attend that waits ends with TransportError."""
+        self._is_over = True
         self._call.cancel()
+        if self._running is not None:
+            self._running.cancel()  # gRPC lets a write wait for ever if its call is cancelled before it is connected
+
+    async def _exchange(self, request: kv_cache_pb2.AttendRequest) -> Any:
+        try:
+            await self._call.write(request)
+        except asyncio.InvalidStateError:  # what gRPC raises where the server has ended the call
+            raise TransportError("the stream has ended", code=(await self._call.code()).name) from None
+        return await self._call.read()
 
 
 def _check_loop() -> None:

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar, cast
 
 from pagedkv.client.asynchronous import AsyncClient, AsyncStep
-from pagedkv.client.failure import after_close
+from pagedkv.client.failure import cut_off
 from pagedkv.client.types import Chunk
 from pagedkv.errors import TransportError
 
@@ -115,7 +115,7 @@ class Client:
         with self._gate:
             if not self._is_open:
                 coroutine.close()
-                raise after_close()
+                raise cut_off(is_closed=True)
             future = self._submit(coroutine)
         return _wait(future)
 
@@ -146,8 +146,12 @@ class Step:
     ) -> None:
         self.close()
 
+    def close(self) -> None:
+        """End the stream; an attend of another thread ends with TransportError. Idempotent."""
+        with contextlib.suppress(TransportError):  # the client may be closed by now, and the stream with it
+            self._run(self._behind.close())
+
     attend = _blocking(AsyncStep.attend)
-    close = _blocking(AsyncStep.close)
 
 
 def _wait(future: concurrent.futures.Future[T]) -> T:
@@ -155,7 +159,7 @@ def _wait(future: concurrent.futures.Future[T]) -> T:
     try:
         return future.result()
     except concurrent.futures.CancelledError:
-        raise after_close() from None
+        raise cut_off(is_closed=True) from None
     except BaseException:
         future.cancel()
         raise
@@ -181,6 +185,7 @@ async def _end(client: AsyncClient) -> None:
     for task in others:
         task.cancel()
     await asyncio.gather(*others, return_exceptions=True)
+    await asyncio.get_running_loop().shutdown_asyncgens()
 
 
 async def _open_step(client: AsyncClient) -> AsyncStep:

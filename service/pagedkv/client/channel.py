@@ -43,8 +43,7 @@ def channel_options(
         ("grpc.dns_min_time_between_resolutions_ms", _LAST_RECONNECT_MS),
         ("grpc.use_local_subchannel_pool", 1),  # or a new client would inherit the wait of an old one
         ("grpc.keepalive_time_ms", silence_ms),
-        ("grpc.keepalive_timeout_ms", silence_ms),
-        ("grpc.http2.ping_timeout_ms", silence_ms),  # of the pings that measure the connection, or 60 s
+        ("grpc.http2.ping_timeout_ms", silence_ms),  # or 60 s, whatever grpc.keepalive_timeout_ms says
     ]
 
 

@@ -19,11 +19,11 @@ _MAX_TEXT = 200  # characters of what gRPC says, where nothing better is known
 
 # what gRPC says, searched in this order, and what it means
 _MEANINGS: Final[dict[str, str]] = {
-    r"CLIENT: \w+ message larger than max \((\d+) vs. (\d+)\)": (
-        "a message of {1} bytes is over the client's limit of {2} bytes, max_message_bytes"
+    r"CLIENT: (\w+) message larger than max \((\d+) vs. (\d+)\)": (
+        "{1} message larger than the client's limit: {2} bytes, max_message_bytes is {3}"
     ),
     r"SERVER: \w+ message larger than max \((\d+) vs. (\d+)\)": (
-        "a message of {1} bytes is over the server's limit of {2} bytes"
+        "message larger than the server's limit: {1} bytes, limit {2}"
     ),
     r"http1\.x|Expected SETTINGS frame": (
         "{target} answers HTTP/1, not gRPC: that is the metrics port, or no service of ours"
@@ -59,9 +59,10 @@ def to_exception(error: grpc.aio.AioRpcError, target: str = "the target") -> Pag
     return TransportError(_explain(str(error.details()), target), code=error.code().name)
 
 
-def after_close() -> TransportError:
-    """Return the error of a call on a client that is closed, or that was closed meanwhile."""
-    return TransportError("the client is closed", code=grpc.StatusCode.CANCELLED.name)
+def cut_off(*, is_closed: bool) -> TransportError:
+    """Return the error of a call that was cancelled, because its client is closed or otherwise."""
+    message = "the client is closed" if is_closed else "the call was cancelled"
+    return TransportError(message, code=grpc.StatusCode.CANCELLED.name)
 
 
 def _explain(said: str, target: str) -> str:

@@ -91,7 +91,7 @@ class SafetensorsFile:
         fields = Fields(
             self.path, value if isinstance(value, dict) else {}, block=f"tensor {shown(name)} (malformed): "
         )
-        dtype, shape, offsets = fields.choice("dtype", ""), fields.get("shape"), fields.get("data_offsets")
+        dtype, shape, offsets = fields.choice("dtype", "none"), fields.get("shape"), fields.get("data_offsets")
         if not _are_sizes(shape) or len(shape) > _MAX_DIMS:
             raise fields.fail("shape", f"must list at most {_MAX_DIMS} whole numbers from 0 to {_MAX_SIZE}")
         if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
