@@ -54,6 +54,7 @@ class ModelSequence:
     open: Open | None = None
     host: list[ModelHost] | None = None  # while swapped out
     num_published: int = 0  # at the time of the swap
+    is_hashable: bool = True  # until a flush finds it holding blocks
 
     @property
     def length(self):
@@ -108,8 +109,7 @@ class CacheModel:
         end = done.start + done.num_tokens
         for layer in range(self.num_layers) if done.layer is None else [done.layer]:
             sequence.lengths[layer] = end
-        for index in range(min(sequence.length, len(sequence.known)) // self.block_size):
-            self._publish(name, sequence, index)
+        self._publish_full(name, sequence)
 
     def cancel(self, name):
         sequence = self.sequences[name]
@@ -135,6 +135,7 @@ class CacheModel:
         self.sequences[child] = ModelSequence(
             sequence.salt, sequence.known[: sequence.length], list(sequence.lengths), list(sequence.table)
         )
+        self.sequences[child].is_hashable = sequence.is_hashable
 
     def truncate(self, name, num_tokens):
         sequence = self._resident(name)
@@ -167,7 +168,14 @@ class CacheModel:
         for block in self.cached:
             block.prefix = block.twin = None
         self.cached = []
-        return num_dropped, sum(block.prefix is not None for block in self.live_blocks())
+        num_kept = sum(block.prefix is not None for block in self.live_blocks())
+        for block in self.live_blocks():
+            block.prefix = None
+        for sequence in self.sequences.values():
+            if sequence.table or sequence.host:
+                num_kept += sequence.num_published if sequence.host else 0
+                sequence.is_hashable, sequence.num_published = False, 0
+        return num_dropped, num_kept
 
     def swap_out(self, names):
         """Return how many blocks are copied and how many had a copy."""
@@ -216,8 +224,7 @@ class CacheModel:
                 block.holders.add(name)
         for name, sequence in sequences.items():
             self._drop_host(name, sequence)
-            for index in range(min(sequence.length, len(sequence.known)) // self.block_size):
-                self._publish(name, sequence, index)
+            self._publish_full(name, sequence)
         return len(fresh), len(together) - len(fresh)
 
     # figures, all recounted
@@ -377,6 +384,10 @@ class CacheModel:
         if ids is not None and start <= num_known:
             sequence.known += ids[num_known - start :]
         sequence.open = Open(layer, start, num_tokens, num_fresh, num_known, copy)
+
+    def _publish_full(self, name, sequence):
+        for index in range(min(sequence.length, len(sequence.known)) // self.block_size if sequence.is_hashable else 0):
+            self._publish(name, sequence, index)
 
     def _publish(self, name, sequence, index):
         block = sequence.table[index]

@@ -38,7 +38,10 @@ class CacheObserver(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FlushResult:
-    """Cached blocks that were forgotten, and published blocks kept because sequences hold them."""
+    """Cached blocks that are free now, and findable blocks that sequences keep for themselves, swapped ones included.
+
+    A swapped block that several sequences hold counts for each.
+    """
 
     num_dropped: int
     num_kept: int
@@ -261,13 +264,15 @@ class BlockPool:
         self.free, self.cached, self.shared, self.holds = free, cached, shared, holds
         self._num_idle_held = sum(state in (_PINNED, _IN_FLIGHT) for state in states)
 
-    def flush(self) -> FlushResult:
-        """Forget every cached block that no table holds."""
+    def flush(self, num_swapped: int = 0) -> FlushResult:
+        """Forget every published block; those that no table holds become free. `num_swapped` are kept elsewhere."""
         dropped = list(self.cached)
         for block in reversed(dropped):
-            self.unpublish(block)
             self.host.part(block)
             self.states[block] = _FREE
             self.free.append(block)
         self.cached.clear()
-        return FlushResult(len(dropped), len(self.published))
+        num_kept = len(self.published) - len(dropped)
+        self.published.clear()
+        self.index.clear()
+        return FlushResult(len(dropped), num_kept + num_swapped)
