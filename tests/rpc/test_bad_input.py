@@ -146,8 +146,8 @@ VALUES: dict[str, tuple[str, Make]] = {
     "soft cap 0": ("options.soft_cap", lambda: attend(soft_cap=0.0)),
     "NaN soft cap": ("options.soft_cap", lambda: attend(soft_cap=float("nan"))),
     "three slopes": ("options.alibi_slopes", lambda: attend(alibi_slopes=[1.0] * 3)),
-    "infinite slope": ("options.alibi_slopes", lambda: attend(alibi_slopes=[1.0, 1.0, float("inf"), 1.0])),
-    "NaN sink": ("options.sinks", lambda: attend(sinks=[0.0, float("nan"), 0.0, 0.0])),
+    "infinite slope": ("options.alibi_slopes[2]", lambda: attend(alibi_slopes=[1.0, 1.0, float("inf"), 1.0])),
+    "NaN sink": ("options.sinks[1]", lambda: attend(sinks=[0.0, float("nan"), 0.0, 0.0])),
     "GN-17 negative token id in allocate": ("token_ids[2]", lambda: allocate("new", [1, 2, -3])),
     "GN-17 negative token id in append": ("token_ids[1]", lambda: append("empty", token_ids=[1, -1])),
     "GN-17 negative token id in attend": ("token_ids[0]", lambda: writing(["empty"], [2], token_ids=[-1, 1])),
@@ -166,6 +166,10 @@ NAMES: dict[str, tuple[str, Make]] = {
     "no id": ("sequence_id", lambda: allocate("")),
     "id of 257 characters": ("sequence_id", lambda: allocate("x" * 257)),
     "id of 100,000 characters": ("sequence_id", lambda: allocate("\u20ac" * 100_000)),
+    "describe an id of 100,000 digits": (
+        "sequence_id",
+        lambda: kv_cache_pb2.GetSequenceRequest(sequence_id="1" * 100_000),
+    ),
     "allocate an engine's id": ("sequence_id", lambda: allocate("~gen-0")),
     "append to an engine's id": ("sequence_id", lambda: append("~gen-0")),
     "attend to an engine's id": ("sequence_ids[1]", lambda: attend(["live", "~gen-0"])),
@@ -196,11 +200,6 @@ OTHERS: dict[str, tuple[type[errors.PagedKvError], dict[str, int], Make]] = {
         errors.SequenceNotFound,
         {},
         lambda: kv_cache_pb2.TruncateRequest(sequence_id="\u00b2"),
-    ),
-    "unknown id of 100,000 digits": (
-        errors.SequenceNotFound,
-        {},
-        lambda: kv_cache_pb2.GetSequenceRequest(sequence_id="1" * 100_000),
     ),
     "BA-09 allocate an id again": (errors.SequenceExists, {}, lambda: allocate("live")),
     "fork into a live id": (
