@@ -17,7 +17,6 @@ from pagedkv.metrics.http import MetricsServer
 from pagedkv.metrics.stream import Subscriber
 from tests.metrics.support import OPENMETRICS, get, get_json, make_metrics, metrics_server, parse, scrape, value
 
-
 WATCH = b"GET /api/events HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 

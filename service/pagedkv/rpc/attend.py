@@ -17,6 +17,7 @@ from pagedkv.config import KvShape, require
 from pagedkv.dtypes import DType
 from pagedkv.rpc.convert import attend_answer_bytes, check_shape, to_array, to_attention_params
 from pagedkv.rpc.intake import TensorRequest
+from pagedkv.rpc.limits import check_answer
 from pagedkv.rpc.requests import (
     Array,
     check_sequence_ids,
@@ -104,8 +105,7 @@ def read_attend(
     queries = to_array(request.queries, "queries", arrived.elements.get("queries"))
     check_shape(queries, "queries", (num_queries, shape.num_heads, shape.head_dim))
     answer_bytes = attend_answer_bytes(num_queries, shape)
-    fits = answer_bytes <= max_answer_bytes
-    require(fits, "queries.shape", f"must have an answer of at most {max_answer_bytes} bytes", answer_bytes)
+    check_answer("queries.shape", answer_bytes, max_answer_bytes)
     check_storable(queries, "queries.data", DType.FLOAT32)
     writes = request.HasField("keys") or request.HasField("values")
     rows = _read_rows(arrived, num_queries, shape) if writes else None

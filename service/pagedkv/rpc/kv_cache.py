@@ -29,6 +29,7 @@ from pagedkv.rpc.limits import (
     MAX_REQUEST_ID_LENGTH,
     MAX_SALT_BYTES,
     CacheLimits,
+    check_answer,
     check_length,
 )
 from pagedkv.rpc.requests import (
@@ -176,8 +177,7 @@ class KvCacheService(kv_cache_pb2_grpc.KvCacheServicer):
         check_length("sequence_id", request.sequence_id, MAX_ID_LENGTH)
         view = self._cache.sequence(request.sequence_id)
         answer = kv_cache_pb2.GetSequenceResponse(sequence=to_sequence_message(view))
-        size, limit = answer.ByteSize(), self._limits.max_message_bytes
-        require(size <= limit, "sequence_id", f"must have an answer of at most {limit} bytes", size, limit)
+        check_answer("sequence_id", answer.ByteSize(), self._limits.max_message_bytes)
         return answer
 
     async def ListSequences(self, request: Any, context: Any) -> kv_cache_pb2.ListSequencesResponse:

@@ -45,3 +45,8 @@ def check_length(field: str, value: str | bytes, limit: int) -> None:
 def check_count(field: str, count: int, limit: int) -> None:
     """Refuse more than `limit` entries."""
     require(count <= limit, field, f"must hold at most {limit}", count, limit)
+
+
+def check_answer(field: str, num_bytes: int, limit: int) -> None:
+    """Refuse a request whose answer would be larger than a message may be, before anything is done for it."""
+    require(num_bytes <= limit, field, f"must have an answer of at most {limit} bytes", num_bytes, limit)

@@ -1,8 +1,8 @@
-"""Rows as the pool can hold them: what would be stored as infinity or NaN is refused before anything changes.
+"""Rows as the pool can hold them: what would come back as infinity or NaN is refused before anything changes.
 
 It would poison every later reader of its block, sequences of other clients included. A row that is finite in its own
 type but beyond the pool's float16 or bfloat16 would become infinite on the way. Rows of 8-bit pools are stored relative
-to their largest magnitude and hold every finite value.
+to their largest magnitude: they hold all of float32 but its last few values, which the scale's rounding makes infinite.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pagedkv.errors import InvalidArgument
 
 _BLOCK_BYTES: Final = 512 * 2**10  # what the second look at a block still finds in the processor's cache
 _STORED: Final = {DType.FLOAT16: np.dtype(np.float16), DType.BFLOAT16: np.dtype(ml_dtypes.bfloat16)}
+_SCALE_ROUNDING: Final = np.float32(1 + 2**-22)  # of a quotient and a product
 
 
 def check_storable(array: npt.NDArray[Any], field: str, stored: DType) -> None:
@@ -28,8 +29,7 @@ def check_storable(array: npt.NDArray[Any], field: str, stored: DType) -> None:
     and the largest negative element, and NaN is beyond infinity in both. That is one read of memory without
     temporaries, whatever the type.
     """
-    target = _STORED.get(stored, np.dtype(np.float32))
-    first_bad = _first_bad(array.dtype, target)
+    first_bad = _first_bad(array.dtype, stored)
     flat = np.ravel(array)
     signed, unsigned = (flat.view(f"{kind}{array.itemsize}") for kind in "iu")
     sign = 1 << (8 * array.itemsize - 1)
@@ -38,25 +38,32 @@ def check_storable(array: npt.NDArray[Any], field: str, stored: DType) -> None:
         block = slice(start, start + step)
         if signed[block].max() >= first_bad or unsigned[block].max() >= sign | first_bad:
             magnitudes = unsigned[block] & np.array(sign - 1, unsigned.dtype)
-            raise _refusal(array, field, start + int(np.argmax(magnitudes >= first_bad)), target)
+            raise _refusal(array, field, start + int(np.argmax(magnitudes >= first_bad)), stored)
 
 
 @cache
-def _first_bad(given: np.dtype[Any], stored: np.dtype[Any]) -> int:
-    """Return the bits of the smallest positive value of one type that is infinite in the other, found by bisection."""
+def _first_bad(given: np.dtype[Any], stored: DType) -> int:
+    """Return the bits of the smallest positive value of a type that the pool cannot hold, found by bisection."""
     low, high = 0, int(np.array(np.inf, given).view(f"u{given.itemsize}"))
-    with np.errstate(over="ignore"):
-        while low < high:
-            middle = (low + high) // 2
-            value = np.array(middle, f"u{given.itemsize}").view(given)
-            is_bad = bool(np.isinf(value.astype(np.float32).astype(stored).astype(np.float32)))
-            low, high = (low, middle) if is_bad else (middle + 1, high)
+    while low < high:
+        middle = (low + high) // 2
+        is_bad = _becomes_infinite(_value_of(middle, given), stored)
+        low, high = (low, middle) if is_bad else (middle + 1, high)
     return low
 
 
-def _refusal(array: npt.NDArray[Any], field: str, at: int, stored: np.dtype[Any]) -> InvalidArgument:
+def _value_of(bits: int, dtype: np.dtype[Any]) -> np.float32:
+    return np.float32(np.array(bits, f"u{dtype.itemsize}").view(dtype))
+
+
+def _becomes_infinite(value: np.float32, stored: DType) -> bool:
+    with np.errstate(over="ignore"):
+        kept = value * _SCALE_ROUNDING if stored.is_quantized else value.astype(_STORED.get(stored, np.float32))
+    return bool(np.isinf(np.float32(kept)))
+
+
+def _refusal(array: npt.NDArray[Any], field: str, at: int, stored: DType) -> InvalidArgument:
     index = [int(axis) for axis in np.unravel_index(at, array.shape)]
-    value = float(array[tuple(index)])
-    limit = float(ml_dtypes.finfo(stored).max)
-    message = f"must be finite in the pool's {stored.name}, is {value:g} at {index}"
+    value, limit = float(array[tuple(index)]), float(_value_of(_first_bad(array.dtype, stored) - 1, array.dtype))
+    message = f"must be finite and at most {limit:g} in magnitude for a pool of {stored}, is {value:g} at {index}"
     return InvalidArgument(message, field=field, index=index, value=value, limit=limit)
