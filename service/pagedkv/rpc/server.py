@@ -54,7 +54,7 @@ class ServerConfig:
     max_connections: int = 1024
     max_sequences: int = 65_536
     max_known_tokens: int = 2**27
-    min_ping_interval_ms: int = 10_000
+    min_ping_interval_ms: int = 5_000  # clients that ping every 10 s must not come too early by a hair
 
     def __post_init__(self) -> None:
         require(0 <= self.port < 65536, "port", "must be in [0, 65535]", self.port, 65535)
