@@ -10,10 +10,11 @@ from pathlib import Path
 def main() -> int:
     sys.path.insert(0, str(Path(__file__).parents[1]))  # for the tests' helpers
     names = sorted(path.stem.removesuffix("_bench") for path in Path(__file__).parent.glob("*_bench.py"))
-    if len(sys.argv) < 2 or sys.argv[1] not in names:
-        print(f"usage: ./run bench {{{'|'.join(names)}}} [OPTIONS]", file=sys.stderr)
+    name = sys.argv[1].replace("-", "_") if len(sys.argv) > 1 else ""
+    if name not in names:
+        print(f"usage: ./run bench {{{'|'.join(names).replace('_', '-')}}} [OPTIONS]", file=sys.stderr)
         return 2
-    return importlib.import_module(f"tests.bench.{sys.argv[1]}_bench").main(sys.argv[2:]) or 0
+    return importlib.import_module(f"tests.bench.{name}_bench").main(sys.argv[2:]) or 0
 
 
 if __name__ == "__main__":

@@ -169,13 +169,48 @@ def test_pc19_flush_says_what_it_kept():
     cache.free("b")
     first = cache.flush_prefix_cache()
     assert (first.num_dropped, first.num_kept) == (1, 2)
-    assert cache.probe_prefix(PROMPT) == 32
+    assert cache.probe_prefix(PROMPT) == 0
     cache.free("a")
     second = cache.flush_prefix_cache()
-    assert (second.num_dropped, second.num_kept) == (2, 0)
-    assert cache.probe_prefix(PROMPT) == 0
+    assert (second.num_dropped, second.num_kept) == (0, 0)
     assert cache.usage().free == 64
     assert_pool_clean(cache)
+
+
+def test_pc20_what_a_sequence_holds_at_a_flush_is_found_by_no_other_ever_again():
+    cache = make_cache()
+    run_prompt(cache, "a", PROMPT[:32])
+    cache.fork("a", "b")
+    cache.flush_prefix_cache()
+    for name in ("a", "b"):
+        write(cache, name, 16)
+        cache.free(name)
+    assert cache.probe_prefix(PROMPT) == 0
+    assert cache.usage().free == 64
+    run_prompt(cache, "new", PROMPT[:32])
+    assert cache.probe_prefix(PROMPT) == 32
+    assert cache.audit().ok
+
+
+def test_pc20_flush_drops_copies_in_host_memory_too_and_counts_them():
+    cache = make_cache(num_host_blocks=8)
+    run_prompt(cache, "a", PROMPT[:32])
+    cache.swap_out(["a"])
+    flushed = cache.flush_prefix_cache()
+    assert (flushed.num_dropped, flushed.num_kept) == (2, 2)
+    cache.swap_in(["a"])
+    assert cache.probe_prefix(PROMPT) == 0
+    cache.free("a")
+    assert cache.probe_prefix(PROMPT) == 0
+    assert_pool_clean(cache)
+
+
+def test_pc20_a_sequence_that_holds_nothing_yet_is_as_new_after_a_flush():
+    cache = make_cache()
+    cache.allocate("a", PROMPT)
+    cache.flush_prefix_cache()
+    write(cache, "a", 48)
+    assert cache.probe_prefix(PROMPT) == 32
 
 
 @pytest.mark.parametrize(("shared", "hit"), [(1, 0), (15, 0), (16, 16), (17, 16), (31, 16), (32, 32)])

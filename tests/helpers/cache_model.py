@@ -54,7 +54,7 @@ class ModelSequence:
     open: Open | None = None
     host: list[ModelHost] | None = None  # while swapped out
     num_published: int = 0  # at the time of the swap
-    hashable: bool = True  # False once it held a block that was forgotten
+    is_hashable: bool = True  # until a block that it holds is forgotten
 
     @property
     def length(self):
@@ -109,7 +109,7 @@ class CacheModel:
         end = done.start + done.num_tokens
         for layer in range(self.num_layers) if done.layer is None else [done.layer]:
             sequence.lengths[layer] = end
-        self._publish_all(name, sequence)
+        self._publish_full(name, sequence)
 
     def cancel(self, name):
         sequence = self.sequences[name]
@@ -135,7 +135,7 @@ class CacheModel:
         self.sequences[child] = ModelSequence(
             sequence.salt, sequence.known[: sequence.length], list(sequence.lengths), list(sequence.table)
         )
-        self.sequences[child].hashable = sequence.hashable
+        self.sequences[child].is_hashable = sequence.is_hashable
 
     def truncate(self, name, num_tokens):
         sequence = self._resident(name)
@@ -168,7 +168,14 @@ class CacheModel:
         for block in self.cached:
             block.prefix = block.twin = None
         self.cached = []
-        return num_dropped, sum(block.prefix is not None for block in self.live_blocks())
+        num_kept = sum(block.prefix is not None for block in self.live_blocks())
+        for block in self.live_blocks():
+            block.prefix = None
+        for sequence in self.sequences.values():
+            if sequence.table or sequence.host:
+                num_kept += sequence.num_published if sequence.host else 0
+                sequence.is_hashable, sequence.num_published = False, 0
+        return num_dropped, num_kept
 
     def forget(self, blocks):
         """Forget blocks and all whose prefix continues theirs; their holders publish nothing more."""
@@ -186,7 +193,7 @@ class CacheModel:
                 block.twin = None
         for sequence in self.sequences.values():
             if any(block in lost for block in sequence.table) or any(host in twins for host in sequence.host or ()):
-                sequence.hashable = False
+                sequence.is_hashable = False
 
     @staticmethod
     def _continues(prefix, other):
@@ -239,7 +246,7 @@ class CacheModel:
                 block.holders.add(name)
         for name, sequence in sequences.items():
             self._drop_host(name, sequence)
-            self._publish_all(name, sequence)
+            self._publish_full(name, sequence)
         return len(fresh), len(together) - len(fresh)
 
     # figures, all recounted
@@ -400,8 +407,8 @@ class CacheModel:
             sequence.known += ids[num_known - start :]
         sequence.open = Open(layer, start, num_tokens, num_fresh, num_known, copy)
 
-    def _publish_all(self, name, sequence):
-        for index in range(min(sequence.length, len(sequence.known)) // self.block_size if sequence.hashable else 0):
+    def _publish_full(self, name, sequence):
+        for index in range(min(sequence.length, len(sequence.known)) // self.block_size if sequence.is_hashable else 0):
             self._publish(name, sequence, index)
 
     def _publish(self, name, sequence, index):

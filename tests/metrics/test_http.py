@@ -17,6 +17,8 @@ from pagedkv.metrics.http import MetricsServer
 from pagedkv.metrics.stream import Subscriber
 from tests.metrics.support import OPENMETRICS, get, get_json, make_metrics, metrics_server, parse, scrape, value
 
+WATCH = b"GET /api/events HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
 
 async def raw(url, request, limit=65536):
     reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rsplit(":", 1)[1]))
@@ -170,17 +172,64 @@ async def test_hanging_scrapers_hold_neither_the_loop_nor_each_other():
                 connection.close()
 
 
-async def test_connections_beyond_the_cap_are_told_so():
+@contextlib.asynccontextmanager
+async def connected(port, count, request=b""):
+    """Hold connections open that send the same beginning of a request and then nothing; yields their readers."""
+    held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(count)]
+    for _, writer in held:
+        writer.write(request)
+    yield [reader for reader, _ in held]
+    for _, writer in held:
+        writer.transport.abort()
+
+
+async def assert_probes_answer(url):
+    for path in ("/metrics", "/health", "/ready"):
+        assert (await get(url + path))[0] == 200
+
+
+@pytest.mark.parametrize("count", [64, 65, 200])
+@pytest.mark.parametrize("beginning", [b"", b"GET /metr", b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n"])
+async def test_rl09_probes_answer_while_half_open_connections_idle(beginning, count):
     _, metrics = make_metrics()
     async with metrics_server(metrics) as (server, url):
-        port = int(url.rsplit(":", 1)[1])
-        held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(64)]
-        await until(lambda: server.num_connections == 64, "64 connections")
-        assert (await raw(url, b"GET /health HTTP/1.1\r\n\r\n")).startswith(b"HTTP/1.1 503 ")
-        for _, writer in held:
-            writer.close()
+        async with connected(server.port, count, beginning):
+            await until(lambda: server.num_connections == 64, "connections")
+            await assert_probes_answer(url)
+            await assert_probes_answer(url)
+            assert server.num_connections <= 64 + 6
         await until(lambda: server.num_connections == 0, "end of the connections")
-        assert (await get(url + "/health"))[0] == 200
+
+
+async def test_rl09_probes_answer_while_64_page_maps_are_open_and_one_more_is_told_so():
+    _, metrics = make_metrics()
+    async with metrics_server(metrics) as (server, url), connected(server.port, 64, WATCH) as readers:
+        for reader in readers:
+            assert b"200" in await asyncio.wait_for(reader.readline(), PATIENCE)
+        await assert_probes_answer(url)
+        assert (await raw(url, WATCH)).startswith(b"HTTP/1.1 503 ")
+        async with connected(server.port, 64):
+            await assert_probes_answer(url)
+
+
+async def test_page_map_that_ends_makes_room_for_another():
+    _, metrics = make_metrics()
+    async with metrics_server(metrics) as (server, _):
+        async with connected(server.port, 64, WATCH):
+            await until(lambda: server.num_streams == 64, "page maps")
+        await until(lambda: server.num_streams == 0, "end of the page maps")
+        async with connected(server.port, 1, WATCH) as readers:
+            assert b"200" in await asyncio.wait_for(readers[0].readline(), PATIENCE)
+
+
+@pytest.mark.parametrize("path", ["/", "/metrics", "/health"])
+async def test_rl09_probes_answer_while_others_do_not_read_their_answers(path):
+    """Each kind has its places, and a kind's oldest gives way."""
+    _, metrics = make_metrics(num_blocks=4096)
+    async with metrics_server(metrics) as (server, url):
+        async with connected(server.port, 100, f"GET {path} HTTP/1.1\r\n\r\n".encode()):
+            await until(lambda: server.num_connections >= 64, "connections")
+            await assert_probes_answer(url)
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import grpc
+import ml_dtypes
 import numpy as np
 import pytest
 from google.rpc import error_details_pb2
@@ -73,6 +75,35 @@ def with_nan() -> np.ndarray:
     queries = make_queries(1)
     queries[0, 2, 5] = np.nan
     return queries
+
+
+def spoiled(field: str, value: float, dtype: Any = np.float32) -> dict[str, np.ndarray]:
+    """Return K and V of two tokens, of which one has a bad element in the second."""
+    rows = {name: array.astype(dtype) for name, array in zip(("keys", "values"), make_rows(2), strict=True)}
+    rows[field][1, 0, 63] = value
+    return rows
+
+
+def append_spoiled(field: str, value: float, dtype: Any = np.float32) -> Any:
+    return append("empty", list(spoiled(field, value, dtype).values()), layer=0)
+
+
+def attend_spoiled(field: str, value: float, dtype: Any = np.float32) -> Any:
+    return attend(["empty"], make_queries(2), query_lens=[2], **spoiled(field, value, dtype))
+
+
+def spoiled_queries(value: float) -> np.ndarray:
+    queries = make_queries(1)
+    queries[0, 3, 63] = value
+    return queries
+
+
+def attend_with(**fields: Any) -> Any:
+    request = attend()
+    for name, values in fields.items():
+        target = request.options if name in ("alibi_slopes", "sinks") else request
+        getattr(target, name).extend(values)
+    return request
 
 
 SHAPES: dict[str, tuple[str, Make]] = {
@@ -145,8 +176,8 @@ VALUES: dict[str, tuple[str, Make]] = {
     "soft cap 0": ("options.soft_cap", lambda: attend(soft_cap=0.0)),
     "NaN soft cap": ("options.soft_cap", lambda: attend(soft_cap=float("nan"))),
     "three slopes": ("options.alibi_slopes", lambda: attend(alibi_slopes=[1.0] * 3)),
-    "infinite slope": ("options.alibi_slopes", lambda: attend(alibi_slopes=[1.0, 1.0, float("inf"), 1.0])),
-    "NaN sink": ("options.sinks", lambda: attend(sinks=[0.0, float("nan"), 0.0, 0.0])),
+    "infinite slope": ("options.alibi_slopes[2]", lambda: attend(alibi_slopes=[1.0, 1.0, float("inf"), 1.0])),
+    "NaN sink": ("options.sinks[1]", lambda: attend(sinks=[0.0, float("nan"), 0.0, 0.0])),
     "GN-17 negative token id in allocate": ("token_ids[2]", lambda: allocate("new", [1, 2, -3])),
     "GN-17 negative token id in append": ("token_ids[1]", lambda: append("empty", token_ids=[1, -1])),
     "GN-17 negative token id in attend": ("token_ids[0]", lambda: writing(["empty"], [2], token_ids=[-1, 1])),
@@ -161,10 +192,82 @@ VALUES: dict[str, tuple[str, Make]] = {
     "page of 1001": ("page_size", lambda: kv_cache_pb2.ListSequencesRequest(page_size=1_001)),
     "page token made up": ("page_token", lambda: kv_cache_pb2.ListSequencesRequest(page_token="live")),
 }
+NON_FINITE: dict[str, tuple[str, Make]] = {
+    f"RL-01 {value} as {np.dtype(dtype).name} in {field} by {make.__name__}": (
+        f"{field}.data",
+        partial(make, field, value, dtype),
+    )
+    for field in ("keys", "values")
+    for value in (np.nan, np.inf, -np.inf)
+    for dtype in (np.float32, np.float16, ml_dtypes.bfloat16)
+    for make in (append_spoiled, attend_spoiled)
+}
+LIMITS: dict[str, tuple[str, Make]] = {
+    "RL-01 infinite query": ("queries.data", lambda: attend(queries=spoiled_queries(np.inf))),
+    "RL-01 infinite query of half precision": (
+        "queries.data",
+        lambda: attend(queries=spoiled_queries(-np.inf).astype(np.float16)),
+    ),
+    "RL-01 infinite soft cap": ("options.soft_cap", lambda: attend(soft_cap=float("inf"))),
+    "RL-01 infinite sink": ("options.sinks[2]", lambda: attend(sinks=[0.0, 0.0, float("-inf"), 0.0])),
+    "RL-01 NaN slope": ("options.alibi_slopes[0]", lambda: attend(alibi_slopes=[float("nan"), 0.0, 0.0, 0.0])),
+    "RL-02 4,097 ids to free": ("sequence_ids", lambda: free(map(str, range(4_097)))),
+    "RL-02 4,097 ids to swap out": (
+        "sequence_ids",
+        lambda: kv_cache_pb2.SwapOutRequest(sequence_ids=map(str, range(4_097))),
+    ),
+    "RL-02 4,097 ids to swap in": (
+        "sequence_ids",
+        lambda: kv_cache_pb2.SwapInRequest(sequence_ids=map(str, range(4_097))),
+    ),
+    "RL-02 4,097 ids to attend": ("sequence_ids", lambda: attend([str(at) for at in range(4_097)], make_queries(1))),
+    "RL-02 300,000 ids to free": ("request", lambda: free(f"sequence-{at}" for at in range(300_000))),
+    "RL-02 3M token ids": ("request", lambda: allocate("new", np.zeros(3_000_000, np.int32))),
+    "RL-02 500,000 slopes": ("options.alibi_slopes", lambda: attend_with(alibi_slopes=np.ones(500_000))),
+    "RL-02 500,000 sinks": ("options.sinks", lambda: attend_with(sinks=np.ones(500_000))),
+    "RL-02 1M query lengths": ("query_lengths", lambda: attend_with(query_lengths=np.ones(1_000_000, np.int64))),
+    "RL-02 1M token ids without keys": ("request", lambda: attend_with(token_ids=np.full(1_000_000, 2**20))),
+    "RL-02 2,000 extents": (
+        "keys.shape",
+        lambda: append_tensor(data_type=FLOAT32, shape=[1] * 2_000, data=bytes(4)),
+    ),
+    "RL-03 salt of 1,025 bytes": (
+        "salt",
+        lambda: kv_cache_pb2.AllocateRequest(sequence_id="new", salt=bytes(1_025)),
+    ),
+    "RL-03 request id of 257 characters": (
+        "request_id",
+        lambda: kv_cache_pb2.AllocateRequest(sequence_id="new", request_id="x" * 257),
+    ),
+    "RL-03 request id of a fork of 257 characters": (
+        "request_id",
+        lambda: kv_cache_pb2.ForkRequest(parent_id="live", child_id="new", request_id="x" * 257),
+    ),
+    "RL-02 page token of 65 characters": ("page_token", lambda: kv_cache_pb2.ListSequencesRequest(page_token="1" * 65)),
+    "RL-02 id of 257 characters to append to": ("sequence_id", lambda: append("x" * 257)),
+    "RL-02 id of 257 characters to attend to": ("sequence_ids[1]", lambda: attend(["live", "x" * 257])),
+    "RL-02 id of 257 characters to free": ("sequence_ids[0]", lambda: free(["x" * 257])),
+    "RL-02 id of 257 characters to truncate": (
+        "sequence_id",
+        lambda: kv_cache_pb2.TruncateRequest(sequence_id="x" * 257),
+    ),
+    "RL-02 parent id of 257 characters": (
+        "parent_id",
+        lambda: kv_cache_pb2.ForkRequest(parent_id="x" * 257, child_id="new"),
+    ),
+    "RL-02 child id of 257 characters": (
+        "child_id",
+        lambda: kv_cache_pb2.ForkRequest(parent_id="live", child_id="x" * 257),
+    ),
+}
 NAMES: dict[str, tuple[str, Make]] = {
     "no id": ("sequence_id", lambda: allocate("")),
     "id of 257 characters": ("sequence_id", lambda: allocate("x" * 257)),
     "id of 100,000 characters": ("sequence_id", lambda: allocate("\u20ac" * 100_000)),
+    "describe an id of 100,000 digits": (
+        "sequence_id",
+        lambda: kv_cache_pb2.GetSequenceRequest(sequence_id="1" * 100_000),
+    ),
     "allocate an engine's id": ("sequence_id", lambda: allocate("~gen-0")),
     "append to an engine's id": ("sequence_id", lambda: append("~gen-0")),
     "attend to an engine's id": ("sequence_ids[1]", lambda: attend(["live", "~gen-0"])),
@@ -195,11 +298,6 @@ OTHERS: dict[str, tuple[type[errors.PagedKvError], dict[str, int], Make]] = {
         errors.SequenceNotFound,
         {},
         lambda: kv_cache_pb2.TruncateRequest(sequence_id="\u00b2"),
-    ),
-    "unknown id of 100,000 digits": (
-        errors.SequenceNotFound,
-        {},
-        lambda: kv_cache_pb2.GetSequenceRequest(sequence_id="1" * 100_000),
     ),
     "BA-09 allocate an id again": (errors.SequenceExists, {}, lambda: allocate("live")),
     "fork into a live id": (
@@ -248,8 +346,12 @@ OTHERS: dict[str, tuple[type[errors.PagedKvError], dict[str, int], Make]] = {
 }
 
 
-def allocate(name: str, token_ids: list[int] | None = None) -> Any:
+def allocate(name: str, token_ids: Any = None) -> Any:
     return kv_cache_pb2.AllocateRequest(sequence_id=name, token_ids=token_ids)
+
+
+def free(names: Iterable[str]) -> Any:
+    return kv_cache_pb2.FreeRequest(sequence_ids=names)
 
 
 def method_of(request: Any) -> str:
@@ -277,7 +379,7 @@ def refuse(prepared: Client, stub: Any, request: Any) -> tuple[errors.PagedKvErr
     return error, list(status.details)
 
 
-INVALID = {**SHAPES, **VALUES, **NAMES}
+INVALID = {**SHAPES, **VALUES, **NAMES, **NON_FINITE, **LIMITS}
 
 
 @pytest.mark.parametrize("case", INVALID)
@@ -329,3 +431,36 @@ def test_integer_rows_are_refused_by_the_client(prepared):
     with pytest.raises(errors.InvalidArgument) as caught:
         prepared.append("live", np.zeros((1, 2, 64), np.int8), np.zeros((1, 2, 64), np.int8), layer=0)
     assert caught.value.field == "keys.data_type"
+
+
+@pytest.mark.parametrize("case", LIMITS)
+def test_refusal_of_what_is_too_large_names_the_limit_and_not_the_value(prepared, stub, case):
+    error, _ = refuse(prepared, stub, LIMITS[case][1]())
+    assert len(str(error)) < 200
+    assert "RL-01" in case or error.limit
+
+
+@pytest.mark.parametrize(("layer", "index"), [(None, (1, 2, 1, 7)), (0, (2, 1, 63))])
+@pytest.mark.parametrize("field", ["keys", "values"])
+def test_rl01_refused_rows_are_named_by_field_index_and_value(prepared, stub, field, layer, index):
+    rows = dict(zip(("keys", "values"), make_rows(3, num_layers=LAYERS if layer is None else None), strict=True))
+    rows[field][index] = -np.inf
+    error, _ = refuse(prepared, stub, append("empty", list(rows.values()), **({} if layer is None else {"layer": 0})))
+    assert (error.field, error.index, error.value) == (f"{field}.data", str(list(index)), "-inf")
+
+
+def send_step(stub: Any, request: Any) -> None:
+    list(stub.Step(iter([request]), timeout=60))
+
+
+@pytest.mark.parametrize("field", ["queries", "keys", "values"])
+def test_rl01_rows_that_are_not_finite_are_refused_in_a_step_too(prepared, stub, field):
+    request = attend_spoiled("keys", 0.0)
+    spoil = np.frombuffer(getattr(request, field).data, np.float32).copy()
+    spoil[-1] = np.nan
+    getattr(request, field).data = spoil.tobytes()
+    before = state_of(prepared)
+    with pytest.raises(grpc.RpcError) as caught:
+        send_step(stub, request)
+    assert to_exception(caught.value).field == f"{field}.data"
+    assert state_of(prepared) == before

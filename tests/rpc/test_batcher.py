@@ -89,12 +89,13 @@ class Busy:
     arrived: list[asyncio.Future]
 
     async def send(self, *calls):
-        """Send calls, each when the one before has arrived; return their tasks."""
+        """Send calls, each when the one before has arrived, or was refused on its way; return their tasks."""
         tasks = []
         for call in calls:
             before = len(self.arrived)
-            tasks.append(asyncio.ensure_future(call))
-            await until(lambda before=before: len(self.arrived) > before, "arrival")
+            task = asyncio.ensure_future(call)
+            tasks.append(task)
+            await until(lambda before=before, task=task: len(self.arrived) > before or task.done(), "arrival")
         return tasks
 
 

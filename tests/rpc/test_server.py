@@ -184,7 +184,7 @@ async def test_message_above_the_limit_is_refused_and_the_connection_stays_usabl
 
 def test_pings_of_quiet_clients_are_allowed_by_the_server_gr_07():
     options = dict(_channel_options(ServerConfig(max_message_bytes=2**21)))
-    assert options["grpc.http2.min_recv_ping_interval_without_data_ms"] <= 10_000
+    assert options["grpc.http2.min_ping_interval_without_data_ms"] <= 10_000
     assert options["grpc.keepalive_permit_without_calls"] == 1
     assert options["grpc.max_receive_message_length"] == options["grpc.max_send_message_length"] == 2**21
 

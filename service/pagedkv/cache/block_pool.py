@@ -38,7 +38,10 @@ class CacheObserver(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FlushResult:
-    """Cached blocks that were forgotten, and published blocks kept because sequences hold them."""
+    """Cached blocks that are free now, and findable blocks that sequences keep for themselves, swapped ones included.
+
+    A swapped block that several sequences hold counts for each.
+    """
 
     num_dropped: int
     num_kept: int
@@ -262,11 +265,18 @@ class BlockPool:
         self.free, self.cached, self.shared, self.holds = free, cached, shared, holds
         self._num_idle_held = sum(state in (_PINNED, _IN_FLIGHT) for state in states)
 
-    def flush(self) -> FlushResult:
-        """Forget every cached block that no table holds."""
-        num_dropped = len(self.cached)
-        self._forget(list(self.cached))
-        return FlushResult(num_dropped, len(self.published))
+    def flush(self, num_swapped: int = 0) -> FlushResult:
+        """Forget every published block; those that no table holds become free. `num_swapped` are kept elsewhere."""
+        dropped = list(self.cached)
+        for block in reversed(dropped):
+            self.host.part(block)
+            self.states[block] = _FREE
+            self.free.append(block)
+        self.cached.clear()
+        num_kept = len(self.published) - len(dropped)
+        self.published.clear()
+        self.index.clear()
+        return FlushResult(len(dropped), num_kept + num_swapped)
 
     def forget_with_descendants(self, blocks: Container[int]) -> set[int]:
         """Make these blocks unfindable, and all that are chained to one; return those that were findable.

@@ -15,10 +15,11 @@ MAX_ID_LENGTH = 256
 class LiveSequences:
     """Sequences by id, the oldest first."""
 
-    __slots__ = ("_by_id",)
+    __slots__ = ("_by_id", "charge")
 
     def __init__(self) -> None:
         self._by_id: dict[str, Sequence] = {}
+        self.charge = 0  # of all of them
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -40,10 +41,12 @@ class LiveSequences:
     def add(self, sequence: Sequence) -> None:
         """Take in a sequence whose id is new."""
         self._by_id[sequence.sequence_id] = sequence
+        self.charge += sequence.charge
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a live sequence."""
         del self._by_id[sequence.sequence_id]
+        self.charge -= sequence.charge
 
     def find(self, sequence_id: str) -> Sequence:
         """Return a sequence. Raises SequenceNotFound."""

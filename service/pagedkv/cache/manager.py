@@ -78,10 +78,11 @@ class CacheManager:
         """
         self._sequences.check_new("sequence_id", sequence_id)
         known = array("i") if token_ids is None else pack_token_ids(token_ids)
-        self._check_length(len(known))
+        self.check_length(len(known))
         now = self._clock()
         sequence = Sequence(sequence_id, extras, extras.chain_root(self._root), now)
         sequence.token_ids = known
+        sequence.charge = len(known)
         sequence.is_hashable = self.config.prefix_caching
         found = self._index.find(sequence.chain_root, known, extras) if sequence.is_hashable else []
         for entry in found:
@@ -124,7 +125,7 @@ class CacheManager:
         if view:
             self.ledger.see(child.table[-1], parent_id, view)
             self.ledger.see(child.table[-1], child_id, view)
-        child.length = parent.length
+        child.charge = child.length = parent.length
         self.ledger.logical_blocks += len(child.table)
         self.ledger.logical_tokens += child.length
         self.ledger.claimed_tokens += child.length
@@ -253,6 +254,29 @@ class CacheManager:
         """Return a sequence as it is now. Raises SequenceNotFound."""
         return self._sequences.find(sequence_id).view(self.config.num_layers)
 
+    def summary(self, sequence_id: str) -> SequenceView:
+        """Return a sequence as it is now without its tables and layer lengths. Raises SequenceNotFound."""
+        return self._sequences.find(sequence_id).summary()
+
+    def written(self, sequence_id: str) -> int:
+        """Return the tokens written in at least one layer. Raises SequenceNotFound."""
+        return self._sequences.find(sequence_id).written
+
+    def check_length(self, num_tokens: int) -> None:
+        """Raise SequenceTooLong for more tokens than a sequence may hold."""
+        if num_tokens > self._sequence_limit:
+            raise SequenceTooLong("the tokens are too many", num_tokens=num_tokens, limit=self._sequence_limit)
+
+    @property
+    def num_sequences(self) -> int:
+        """Live sequences, swapped ones included."""
+        return len(self._sequences)
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Tokens that the live sequences began with, by their ids or from their parents; each one's counts."""
+        return self._sequences.charge
+
     def block_table(self, sequence_id: str) -> array[int]:
         """Return a copy of a sequence's block ids as int32, reserved blocks included.
 
@@ -295,8 +319,19 @@ class CacheManager:
     # -- upkeep -------------------------------------------------------------------------------------------------
 
     def flush_prefix_cache(self) -> FlushResult:
-        """Forget all cached blocks; those that live sequences hold are kept, stay findable, and are counted."""
-        return self.pool.flush()
+        """Make nothing that was computed so far findable, on the device and in host memory, as after new weights.
+
+        Cached blocks are free then. Blocks that live sequences hold are kept for these alone and counted, swapped ones
+        too: no other sequence finds them again, whatever is written behind them.
+        """
+        num_swapped = 0
+        for sequence in self._sequences:
+            if sequence.host_table is not None:
+                num_swapped += sequence.num_published
+            if sequence.table or sequence.host_table:
+                sequence.is_hashable = False
+                sequence.num_published = 0
+        return self.pool.flush(num_swapped)
 
     def forget(self, block_ids: SequenceOf[int]) -> None:
         """Make these blocks, and all that continue them, unfindable for good: their K and V proved bad.
@@ -349,10 +384,6 @@ class CacheManager:
         ledger.pow2_tokens -= sequence.pow2
         self._reservations.void(sequence, now)
         ledger.leave_all(sequence, 0, now)
-
-    def _check_length(self, num_tokens: int) -> None:
-        if num_tokens > self._sequence_limit:
-            raise SequenceTooLong("the tokens are too many", num_tokens=num_tokens, limit=self._sequence_limit)
 
     def _check_layer(self, layer: int | None) -> None:
         limit = self.config.num_layers

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence as SequenceOf
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from pagedkv.cache.block_hash import PrefixExtras
@@ -70,6 +70,7 @@ class Sequence:
 
     __slots__ = (
         "chain_root",
+        "charge",
         "created_at",
         "extras",
         "host_table",
@@ -102,6 +103,7 @@ class Sequence:
         self.is_hashable = True  # False when caching is off or a digest collided: later blocks are never published
         self.num_cached_tokens = 0
         self.uncounted: tuple[int, int, bool] | None = None  # queried tokens, hit tokens, whether a recompute
+        self.charge = 0  # tokens that it began with: known ids, or all of its parent's
         self.open: Reservation | None = None
         self.num_fresh = 0  # blocks that the open reservation appended to the table
         self.num_known_before = 0  # len(token_ids) before the open reservation
@@ -133,14 +135,23 @@ class Sequence:
 
     def view(self, num_layers: int) -> SequenceView:
         """Return a frozen copy."""
+        return replace(
+            self.summary(),
+            layer_lengths=tuple(self.layer_lengths or [self.length] * num_layers),
+            block_table=tuple(self.table),
+            host_table=None if self.host_table is None else tuple(self.host_table),
+        )
+
+    def summary(self) -> SequenceView:
+        """Return a frozen copy without tables and layer lengths, however long they are."""
         return SequenceView(
             sequence_id=self.sequence_id,
             num_tokens=self.length,
-            layer_lengths=tuple(self.layer_lengths or [self.length] * num_layers),
-            block_table=tuple(self.table),
+            layer_lengths=(),
+            block_table=(),
             num_cached_tokens=self.num_cached_tokens,
             num_known_tokens=len(self.token_ids),
             created_at=self.created_at,
             touched_at=self.touched_at,
-            host_table=None if self.host_table is None else tuple(self.host_table),
+            host_table=None if self.host_table is None else (),
         )

@@ -2,7 +2,7 @@
 
 A few hundred lines of asyncio instead of a dependency: GET and HEAD only, one request a connection. It runs on the
 loop that owns the cache, so every answer is of one moment. Nothing here waits for a slow reader without a limit:
-heads, answers and streams have deadlines, and connections have a cap.
+heads, answers and streams have deadlines, and connections have a cap by kind (see `connections`).
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ from urllib.parse import unquote
 
 from pagedkv.errors import InvalidArgument, SequenceNotFound
 from pagedkv.loopback import is_loopback
+from pagedkv.metrics.connections import Connections, Kind
 from pagedkv.metrics.service import ServiceMetrics
 from pagedkv.metrics.stream import Broadcaster
 
 _log = logging.getLogger(__name__)
 _MAX_HEAD_BYTES: Final = 16 * 2**10
-_MAX_CONNECTIONS: Final = 64
 _DEADLINE_SECONDS: Final = 10.0
 _PARTING_SECONDS: Final = 2.0
 _MAX_PARTING_READS: Final = 1024
 _HEARTBEAT_SECONDS: Final = 5.0
+_EVENTS: Final = "/api/events"
+_PROBES: Final = ("/metrics", "/health", "/ready")
 _TEXTS: Final = {
     200: "OK",
     400: "Bad Request",
@@ -73,7 +75,7 @@ class MetricsServer:
         self._host = host
         self._server: asyncio.Server | None = None
         self._broadcaster = Broadcaster(metrics.frames)
-        self._connections: set[asyncio.Task[None]] = set()
+        self._connections = Connections()
         self._routes: dict[str, Callable[[Request], Awaitable[Response]]] = {
             "/": self._page,
             "/metrics": self._scrape,
@@ -99,15 +101,21 @@ class MetricsServer:
     @property
     def num_connections(self) -> int:
         """Connections open now, those about to be refused included."""
-        return len(self._connections)
+        return len(self._connections.tasks)
+
+    @property
+    def num_streams(self) -> int:
+        """Page maps open now."""
+        return self._connections.count(Kind.STREAM)
 
     async def stop(self) -> None:
         """Close the port and every connection."""
         if self._server is not None:
             self._server.close()
-        for task in tuple(self._connections):
+        tasks = self._connections.tasks
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._connections, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._broadcaster.stop()
 
     # -- connections --------------------------------------------------------------------------------------------
@@ -115,31 +123,32 @@ class MetricsServer:
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        self._connections.add(task)
+        self._connections.enter(task, Kind.ARRIVING)
         try:
-            await self._serve(reader, writer)
+            await self._serve(task, reader, writer)
         except (ConnectionError, TimeoutError, asyncio.CancelledError):
             writer.transport.abort()
         except Exception:
             _log.exception("the metrics server could not answer")
             writer.transport.abort()
         finally:
-            self._connections.discard(task)
+            self._connections.leave(task)
             writer.close()
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(self._connections) > 2 * _MAX_CONNECTIONS:
-            raise ConnectionError("too many connections, even to be told so")
-        if len(self._connections) > _MAX_CONNECTIONS:
-            await _send(reader, writer, _problem(503, "too many connections"))
-            return
+    async def _serve(
+        self, task: asyncio.Task[None], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         request = await asyncio.wait_for(_read_request(reader), _DEADLINE_SECONDS)
         if isinstance(request, Response):
             await _send(reader, writer, request)
-        elif request.path == "/api/events" and request.method == "GET" and self._is_allowed(request):
+        elif request.path != _EVENTS or request.method != "GET" or not self._is_allowed(request):
+            self._connections.enter(task, Kind.PROBE if request.path in _PROBES else Kind.PAGE)
+            await _send(reader, writer, await self._answer(request), with_body=request.method != "HEAD")
+        elif self._connections.has_room(Kind.STREAM):
+            self._connections.enter(task, Kind.STREAM)
             await self._stream(writer)
         else:
-            await _send(reader, writer, await self._answer(request), with_body=request.method != "HEAD")
+            await _send(reader, writer, _problem(503, "too many page maps are open"))
 
     async def _answer(self, request: Request) -> Response:
         if request.method not in ("GET", "HEAD"):

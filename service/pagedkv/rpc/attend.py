@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,8 +13,11 @@ import numpy.typing as npt
 from pagedkv.cache import CacheManager, Reservation, ReserveRequest
 from pagedkv.compute.backend import AttentionBatch, AttentionParams, Backend, pad_block_tables
 from pagedkv.compute.layout import KvLayout
-from pagedkv.config import require
-from pagedkv.rpc.convert import check_shape, to_array, to_attention_params
+from pagedkv.config import KvShape, require
+from pagedkv.dtypes import DType
+from pagedkv.rpc.convert import attend_answer_bytes, check_shape, to_array, to_attention_params
+from pagedkv.rpc.intake import TensorRequest
+from pagedkv.rpc.limits import check_answer
 from pagedkv.rpc.requests import (
     Array,
     check_sequence_ids,
@@ -21,6 +26,7 @@ from pagedkv.rpc.requests import (
     read_query_lengths,
     read_token_ids,
 )
+from pagedkv.rpc.rows import check_storable
 from pagedkv.v1 import kv_cache_pb2
 
 _MERGED_QUERIES = 256  # calls of more queries fill a launch by themselves
@@ -67,57 +73,99 @@ class Attended:
         return self.job_seconds[0]
 
 
-def plan_attend(request: kv_cache_pb2.AttendRequest, cache: CacheManager, layout: KvLayout) -> AttendPlan:
-    """Check everything, then reserve what has to be written."""
-    shape, layer = layout.shape, request.layer
+@dataclass(frozen=True, slots=True)
+class AttendCall:
+    """An Attend request, checked as far as that goes without the cache. `rows` are K and V, if there are any to write.
+
+    `token_ids`, in order of the queries, and `positions` may be missing.
+    """
+
+    key: tuple[object, ...]
+    layer: int
+    params: AttentionParams
+    ids: list[str]
+    query_lens: list[int]
+    queries: Array
+    rows: tuple[Array, Array] | None
+    positions: list[int] | None
+    token_ids: array[int] | None
+
+
+def read_attend(
+    arrived: TensorRequest[kv_cache_pb2.AttendRequest], shape: KvShape, max_answer_bytes: int
+) -> AttendCall:
+    """Check everything that a request says by itself, the size of its answer included. Raises InvalidArgument."""
+    request, layer, limit = arrived.message, arrived.message.layer, shape.num_layers
     params = to_attention_params(request.options, shape)
-    limit = shape.num_layers
     require(0 <= layer < limit, "layer", f"must be in [0, {limit})", layer, limit)
+    check_sequence_ids(request.sequence_ids)
     ids = list(request.sequence_ids)
-    check_sequence_ids(ids)
     query_lens = read_query_lengths(request.query_lengths, len(ids))
     num_queries = sum(query_lens)
-    queries = to_array(request.queries, "queries")
+    queries = to_array(request.queries, "queries", arrived.elements.get("queries"))
     check_shape(queries, "queries", (num_queries, shape.num_heads, shape.head_dim))
-    require(not np.isnan(queries).any(), "queries.data", "must hold no NaN", "NaN")
-    lengths = [cache.length(name, layer) for name in ids]
-    cache.check_resident(ids)
-    if request.HasField("keys") or request.HasField("values"):
-        context_lens, reservations, rows = _reserve_rows(request, ids, query_lens, lengths, cache, layout)
-    else:
-        context_lens, reservations, rows = lengths, [], None
-        for at, (asked, length) in enumerate(zip(query_lens, lengths, strict=True)):
-            require(asked <= length, f"query_lengths[{at}]", "exceeds the sequence's length", asked, length)
-    is_large = num_queries > _MERGED_QUERIES
+    answer_bytes = attend_answer_bytes(num_queries, shape)
+    check_answer("queries.shape", answer_bytes, max_answer_bytes)
+    check_storable(queries, "queries.data", DType.FLOAT32)
+    writes = request.HasField("keys") or request.HasField("values")
+    rows = _read_rows(arrived, num_queries, shape) if writes else None
     options = request.options.SerializeToString(deterministic=True)
-    return AttendPlan(
+    is_large = num_queries > _MERGED_QUERIES
+    return AttendCall(
         key=(layer, options, object() if is_large else None),
         layer=layer,
         params=params,
-        queries=queries if queries.dtype == np.float32 else queries.astype(np.float32),
-        tables=[np.array(cache.block_table(name), dtype=np.int32) for name in ids],
-        context_lens=context_lens,
+        ids=ids,
         query_lens=query_lens,
+        queries=queries,
+        rows=rows,
+        positions=_read_positions(request.positions, len(ids)) if writes else None,
+        token_ids=read_token_ids(request.token_ids, num_queries) if writes else None,
+    )
+
+
+def _read_rows(arrived: TensorRequest[Any], num_queries: int, shape: KvShape) -> tuple[Array, Array]:
+    keys, values = read_new_rows(arrived, arrived.message.layer, shape)
+    require(keys.shape[0] == num_queries, "keys.shape", "must hold one row a query", keys.shape[0], num_queries)
+    return keys, values
+
+
+def _read_positions(positions: Sequence[int], num_sequences: int) -> list[int] | None:
+    count = len(positions)
+    require(count in (0, num_sequences), "positions", "must hold one a sequence", count, num_sequences)
+    return list(positions) if count else None
+
+
+def plan_attend(call: AttendCall, cache: CacheManager, layout: KvLayout) -> AttendPlan:
+    """Check the call against the cache, then reserve what has to be written."""
+    lengths = [cache.length(name, call.layer) for name in call.ids]
+    cache.check_resident(call.ids)
+    if call.rows is not None:
+        context_lens, reservations, rows = _reserve_rows(call, lengths, cache, layout)
+    else:
+        context_lens, reservations, rows = lengths, [], None
+        for at, (asked, length) in enumerate(zip(call.query_lens, lengths, strict=True)):
+            require(asked <= length, f"query_lengths[{at}]", "exceeds the sequence's length", asked, length)
+    return AttendPlan(
+        key=call.key,
+        layer=call.layer,
+        params=call.params,
+        queries=call.queries,
+        tables=[np.array(cache.block_table(name), dtype=np.int32) for name in call.ids],
+        context_lens=context_lens,
+        query_lens=call.query_lens,
         reservations=reservations,
         rows=rows,
     )
 
 
 def _reserve_rows(
-    request: kv_cache_pb2.AttendRequest,
-    ids: Sequence[str],
-    query_lens: Sequence[int],
-    lengths: Sequence[int],
-    cache: CacheManager,
-    layout: KvLayout,
+    call: AttendCall, lengths: Sequence[int], cache: CacheManager, layout: KvLayout
 ) -> tuple[list[int], list[Reservation], NewRows]:
     """Return the context lengths after writing, what was reserved, and the rows with their slots."""
-    num_queries = sum(query_lens)
-    keys, values = read_new_rows(request, request.layer, layout.shape)
-    require(keys.shape[0] == num_queries, "keys.shape", "must hold one row a query", keys.shape[0], num_queries)
-    positions = list(request.positions) or list(lengths)
-    require(len(positions) == len(ids), "positions", "must hold one a sequence", len(positions), len(ids))
-    token_ids = read_token_ids(request.token_ids, num_queries)
+    assert call.rows is not None
+    ids, query_lens, token_ids = call.ids, call.query_lens, call.token_ids
+    num_queries, positions = len(call.queries), call.positions or list(lengths)
     starts = np.concatenate(([0], np.cumsum(query_lens))).tolist()
     fresh = [
         at
@@ -128,7 +176,7 @@ def _reserve_rows(
         ReserveRequest(
             ids[at],
             query_lens[at],
-            request.layer,
+            call.layer,
             None if token_ids is None else token_ids[starts[at] : starts[at + 1]],
         )
         for at in fresh
@@ -141,7 +189,7 @@ def _reserve_rows(
         position + asked if asked else length
         for position, asked, length in zip(positions, query_lens, lengths, strict=True)
     ]
-    return ends, reservations, NewRows(keys, values, slots)
+    return ends, reservations, NewRows(*call.rows, slots)
 
 
 def slots_of(
@@ -166,7 +214,8 @@ def run_plans(backend: Backend, plans: Sequence[AttendPlan]) -> list[Attended]:
         if plan.rows is not None and len(plan.rows.slot_mapping):
             keys, values = backend.from_host(plan.rows.keys), backend.from_host(plan.rows.values)
             backend.write_kv(first.layer, keys, values, plan.rows.slot_mapping)
-    queries = first.queries if len(plans) == 1 else np.concatenate([plan.queries for plan in plans])
+    queries = np.concatenate([plan.queries for plan in plans], dtype=np.float32) if len(plans) > 1 else first.queries
+    queries = queries.astype(np.float32, copy=False)
     result = backend.attend(first.layer, backend.from_host(queries), _to_batch(plans), first.params)
     output, lse = backend.to_host(result.output), backend.to_host(result.lse)
     stop()

@@ -16,6 +16,7 @@ from pagedkv.compute.layout import KvLayout
 from pagedkv.config import KvShape, require
 from pagedkv.dtypes import DType
 from pagedkv.errors import InvalidArgument
+from pagedkv.rpc.intake import delimited
 from pagedkv.v1 import kv_cache_pb2, tensor_pb2
 
 DATA_TYPES: dict[DType, tensor_pb2.DataType.ValueType] = {
@@ -32,30 +33,53 @@ _NUMPY_TYPES: dict[int, np.dtype[Any]] = {
 }
 _MAX_RANK = 4
 _MAX_EXTENT = 2**31 - 1
+_ANSWER_SHELL_BYTES = 256  # of an answer without its elements: tags, types, shapes, lengths, seconds
 
 
-def to_array(tensor: tensor_pb2.Tensor, field: str) -> npt.NDArray[Any]:
-    """Return a read-only view of the tensor's elements; raises InvalidArgument naming what does not fit."""
+def to_array(tensor: tensor_pb2.Tensor, field: str, elements: memoryview | None = None) -> npt.NDArray[Any]:
+    """Return a read-only view of the tensor's elements, or of those that were cut out of it.
+
+    Raises InvalidArgument naming what does not fit. Elements that came at an odd address are copied.
+    """
     dtype = _NUMPY_TYPES.get(tensor.data_type)
     if dtype is None:
         known = ", ".join(tensor_pb2.DataType.Name(kind) for kind in _NUMPY_TYPES)  # type: ignore[arg-type]
         raise InvalidArgument(f"must be one of {known}", field=f"{field}.data_type", value=tensor.data_type)
+    rank = len(tensor.shape)
+    require(0 < rank <= _MAX_RANK, f"{field}.shape", f"must have 1 to {_MAX_RANK} extents", rank, _MAX_RANK)
     shape = tuple(tensor.shape)
-    require(0 < len(shape) <= _MAX_RANK, f"{field}.shape", f"must have 1 to {_MAX_RANK} extents", shape, _MAX_RANK)
     require(min(shape) >= 0, f"{field}.shape", "must not be negative", shape, 0)
     require(max(shape) <= _MAX_EXTENT, f"{field}.shape", "must be smaller", shape, _MAX_EXTENT)
+    data = tensor.data if elements is None else elements
     num_bytes = math.prod(shape) * dtype.itemsize
-    given = len(tensor.data)
+    given = len(data)
     require(given == num_bytes, f"{field}.data", f"must hold {num_bytes} bytes for shape {shape}", given, num_bytes)
     if not given:
         require(math.prod(filter(None, shape)) <= _MAX_EXTENT, f"{field}.shape", "must be smaller", shape, _MAX_EXTENT)
-    return np.frombuffer(tensor.data, dtype=dtype).reshape(shape)
+    return np.require(np.frombuffer(data, dtype=dtype).reshape(shape), requirements="A")
 
 
-def to_tensor(array: npt.NDArray[np.float32]) -> tensor_pb2.Tensor:
-    """Return a float32 array as a message."""
-    data = np.ascontiguousarray(array, dtype="<f4").tobytes()
-    return tensor_pb2.Tensor(data_type=tensor_pb2.DATA_TYPE_FLOAT32, shape=array.shape, data=data)
+def attend_answer_bytes(num_queries: int, shape: KvShape) -> int:
+    """Return the size that no answer to an Attend call of so many queries passes."""
+    return num_queries * shape.num_heads * (shape.head_dim + 1) * 4 + _ANSWER_SHELL_BYTES
+
+
+def to_attend_answer(output: npt.NDArray[np.float32], lse: npt.NDArray[np.float32], seconds: float) -> bytes:
+    """Return an AttendResponse as the wire has it, its elements copied once; the message's own way copies them thrice.
+
+    Fields of a message may come in pieces: each tensor is its type and shape, then its elements.
+    """
+    rest = kv_cache_pb2.AttendResponse(compute_seconds=seconds).SerializeToString()
+    pieces = (*_pieces("output", output), *_pieces("lse", lse), rest)
+    return b"".join(pieces)
+
+
+def _pieces(name: str, array: npt.NDArray[np.float32]) -> tuple[bytes | memoryview, ...]:
+    shell = tensor_pb2.Tensor(data_type=tensor_pb2.DATA_TYPE_FLOAT32, shape=array.shape).SerializeToString()
+    elements = np.ascontiguousarray(array, dtype="<f4").reshape(-1).data.cast("B")
+    shell += delimited(tensor_pb2.Tensor.DESCRIPTOR.fields_by_name["data"].number, len(elements))
+    field = kv_cache_pb2.AttendResponse.DESCRIPTOR.fields_by_name[name].number
+    return delimited(field, len(shell) + len(elements)), shell, elements
 
 
 def check_shape(array: npt.NDArray[Any], field: str, expected: Sequence[int | None]) -> None:
@@ -86,11 +110,14 @@ def to_attention_params(options: kv_cache_pb2.AttentionOptions, shape: KvShape) 
 
 
 def _per_head(values: Sequence[float], field: str, shape: KvShape) -> npt.NDArray[np.float32] | None:
-    if not values:
+    if not len(values):
         return None
+    count = len(values)
+    require(count == shape.num_heads, field, "must hold one a query head", count, shape.num_heads)
     array = np.array(values, dtype=np.float32)
-    require(len(array) == shape.num_heads, field, "must hold one a query head", len(array), shape.num_heads)
-    require(bool(np.isfinite(array).all()), field, "must be finite", list(values))
+    bad = np.flatnonzero(~np.isfinite(array))
+    if bad.size:
+        require(False, f"{field}[{bad[0]}]", "must be finite", float(array[bad[0]]))
     return array
 
 
@@ -133,17 +160,15 @@ def to_usage_message(usage: Usage) -> kv_cache_pb2.GetUsageResponse:
     )
 
 
-def to_sequence_message(view: SequenceView, *, full: bool) -> kv_cache_pb2.Sequence:
-    """Return a sequence; `full` with its block table and layer lengths."""
+def to_sequence_message(view: SequenceView) -> kv_cache_pb2.Sequence:
+    """Return a sequence, with as much of its tables and layer lengths as the view has."""
     swapped, resident = kv_cache_pb2.SEQUENCE_STATE_SWAPPED, kv_cache_pb2.SEQUENCE_STATE_RESIDENT
-    message = kv_cache_pb2.Sequence(
+    return kv_cache_pb2.Sequence(
         sequence_id=view.sequence_id,
         token_count=view.num_tokens,
+        layer_lengths=view.layer_lengths,
+        block_table=view.block_table,
         cached_token_count=view.num_cached_tokens,
         state=swapped if view.is_swapped else resident,
+        host_block_table=view.host_table or (),
     )
-    if full:
-        message.layer_lengths.extend(view.layer_lengths)
-        message.block_table.extend(view.block_table)
-        message.host_block_table.extend(view.host_table or ())
-    return message

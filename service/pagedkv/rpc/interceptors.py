@@ -6,13 +6,18 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import grpc
 from grpc.aio import AbortError, ServerInterceptor
 
-from pagedkv.errors import PagedKvError, QuotaExceeded
+from pagedkv.errors import PagedKvError
+from pagedkv.rpc.admission import BytesInFlight, OpenStreams
+from pagedkv.rpc.intake import Parser, parser_of
 from pagedkv.rpc.status import code_of, refusal, to_status
 
 _log = logging.getLogger(__name__)
@@ -39,27 +44,37 @@ class NullRpcObserver:
         """Ignore."""
 
 
-class ErrorInterceptor(ServerInterceptor):
-    """Turns our exceptions into their statuses, and all others into INTERNAL with an id that the log explains.
+@dataclass(frozen=True, slots=True)
+class CallLimits:
+    """What may be under way at once over all clients: bytes of requests, streams of ours, streams of other services."""
 
-    Streams beyond `max_streams` open at once are refused with QuotaExceeded.
+    max_inflight_bytes: int
+    max_streams: int
+    max_watches: int
+
+
+class ErrorInterceptor(ServerInterceptor):
+    """Reads the requests; turns our exceptions into their statuses, all others into INTERNAL with an id for the log.
+
+    Calls beyond the limits are refused with QuotaExceeded.
     """
 
-    def __init__(self, observer: RpcObserver, max_streams: int) -> None:
+    def __init__(self, observer: RpcObserver, limits: CallLimits) -> None:
         self._observer = observer
-        self._max_streams = max_streams
-        self._num_streams = 0
+        self._in_flight = BytesInFlight(limits.max_inflight_bytes)
+        self._streams = OpenStreams("max_streams", limits.max_streams)
+        self._watches = OpenStreams("max_watches", limits.max_watches)
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """Wrap the handlers of our own services."""
+        """Wrap the handlers of all services."""
         handler = await continuation(handler_call_details)
-        method = handler_call_details.method
-        if handler is None or not method.startswith(_PREFIX):
+        if handler is None:
             return handler
+        method = handler_call_details.method
         wrap = self._wrap_stream if handler.response_streaming else self._wrap_unary
         factory = {
             (False, False): grpc.unary_unary_rpc_method_handler,
@@ -68,17 +83,20 @@ class ErrorInterceptor(ServerInterceptor):
             (True, True): grpc.stream_stream_rpc_method_handler,
         }[handler.request_streaming, handler.response_streaming]
         behaviour = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+        parse = parser_of(method, handler.request_deserializer)
+        read = self._read_stream if handler.request_streaming else self._read
         return factory(
-            wrap(method.removeprefix(_PREFIX), behaviour),
-            request_deserializer=handler.request_deserializer,
-            response_serializer=handler.response_serializer,
+            wrap(method, behaviour, partial(read, parse)),
+            response_serializer=_serializer(handler.response_serializer),
         )
 
-    def _wrap_unary(self, method: str, behaviour: Any) -> Any:
-        async def call(request: Any, context: Any) -> Any:
+    def _wrap_unary(self, method: str, behaviour: Any, read: Any) -> Any:
+        async def call(arrived: Any, context: Any) -> Any:
             started = time.perf_counter()
             try:
-                response = await behaviour(request, context)
+                with read(arrived, context) as request:
+                    del arrived
+                    response = await behaviour(request, context)
             except BaseException as error:
                 await self._fail(method, context, error, time.perf_counter() - started)
             self._note(method, "OK", time.perf_counter() - started)
@@ -86,28 +104,48 @@ class ErrorInterceptor(ServerInterceptor):
 
         return call
 
-    def _wrap_stream(self, method: str, behaviour: Any) -> Any:
-        async def call(request: Any, context: Any) -> AsyncIterator[Any]:
+    def _wrap_stream(self, method: str, behaviour: Any, read: Any) -> Any:
+        streams = self._streams if method.startswith(_PREFIX) else self._watches
+
+        async def call(arrived: Any, context: Any) -> AsyncIterator[Any]:
             started = time.perf_counter()
-            self._num_streams += 1
             try:
-                self._check_streams()
-                async for response in behaviour(request, context):
-                    yield response
+                with streams.another(), read(arrived, context) as request:
+                    del arrived
+                    async for response in behaviour(request, context):
+                        yield response
             except BaseException as error:
                 await self._fail(method, context, error, time.perf_counter() - started)
-            finally:
-                self._num_streams -= 1
             self._note(method, "OK", time.perf_counter() - started)
 
         return call
 
-    def _check_streams(self) -> None:
-        limit = self._max_streams
-        if self._num_streams > limit:
-            raise QuotaExceeded(f"{limit} streams are open already", field="max_streams", limit=limit)
+    @contextmanager
+    def _read(self, parse: Parser, arrived: bytes, context: Any) -> Iterator[Any]:
+        """Parse a request; its bytes count until the call is over, its answer sent."""
+        num_bytes = self._in_flight.take(len(arrived))
+        context.add_done_callback(lambda _: self._in_flight.give_back(num_bytes))
+        yield parse(arrived)
+
+    @contextmanager
+    def _read_stream(self, parse: Parser, arrived: AsyncIterator[bytes], context: Any) -> Iterator[AsyncIterator[Any]]:
+        """Parse the requests of a stream; the bytes of each count until the next one is asked for."""
+        held = ExitStack()
+
+        async def requests() -> AsyncIterator[Any]:
+            async for data in arrived:
+                await self._in_flight.room_for(len(data))
+                held.enter_context(self._in_flight.holding(len(data)))
+                yield parse(data)
+                held.close()
+
+        with held:
+            yield requests()
 
     def _note(self, method: str, code: str, seconds: float) -> None:
+        if not method.startswith(_PREFIX):
+            return
+        method = method.removeprefix(_PREFIX)
         _log.debug("%s %s after %.1f ms", method, code, seconds * 1_000)
         self._observer.on_rpc(method, code, seconds)
 
@@ -132,3 +170,8 @@ def _is_callers(context: Any) -> bool:
     """Whether a cancellation came with the call and not from inside the server."""
     task = asyncio.current_task()
     return bool(context.cancelled() or context.done() or (task is not None and task.cancelling()))
+
+
+def _serializer(serialize: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
+    """Let a handler answer with bytes that are ready to be sent."""
+    return lambda response: response if isinstance(response, bytes) else serialize(response)

@@ -4,26 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import bisect
+import itertools
 from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from google.protobuf.message import Message
 
 from pagedkv.cache import CacheManager, PrefixExtras, Reservation, SwapPlan
+from pagedkv.cache.live import MAX_ID_LENGTH
 from pagedkv.compute.backend import Backend
 from pagedkv.compute.swap import submit_swap
 from pagedkv.config import require
-from pagedkv.errors import DeviceLost, InvalidArgument
-from pagedkv.rpc.attend import Attended, AttendPlan, plan_attend, run_plans, slots_of
+from pagedkv.errors import DeviceLost, InvalidArgument, QuotaExceeded
+from pagedkv.rpc.attend import AttendCall, Attended, AttendPlan, plan_attend, read_attend, run_plans, slots_of
 from pagedkv.rpc.batcher import Batcher, Call
-from pagedkv.rpc.convert import to_cache_info, to_sequence_message, to_tensor, to_usage_message
+from pagedkv.rpc.convert import to_attend_answer, to_cache_info, to_sequence_message, to_usage_message
+from pagedkv.rpc.intake import TensorRequest
 from pagedkv.rpc.interceptors import RpcObserver
+from pagedkv.rpc.limits import (
+    MAX_PAGE_TOKEN_LENGTH,
+    MAX_REQUEST_ID_LENGTH,
+    MAX_SALT_BYTES,
+    CacheLimits,
+    check_answer,
+    check_length,
+)
 from pagedkv.rpc.requests import (
     Array,
     check_own_id,
     check_sequence_ids,
-    check_token_ids,
     continues,
     read_new_rows,
     read_token_ids,
@@ -31,8 +42,9 @@ from pagedkv.rpc.requests import (
 from pagedkv.rpc.retries import RetryMemory
 from pagedkv.v1 import kv_cache_pb2, kv_cache_pb2_grpc
 
-AttendCall = Call[kv_cache_pb2.AttendRequest, Attended]
+WaitingCall = Call[AttendCall, Attended]
 _MAX_PAGE_SIZE, _DEFAULT_PAGE_SIZE = 1000, 100
+_ENTRY_BYTES = 64  # that a sequence in a page takes besides its message, and a page besides its sequences
 
 
 class KvCacheService(kv_cache_pb2_grpc.KvCacheServicer):
@@ -43,15 +55,17 @@ class KvCacheService(kv_cache_pb2_grpc.KvCacheServicer):
         cache: CacheManager,
         backend: Backend,
         observer: RpcObserver,
+        limits: CacheLimits,
     ) -> None:
         self._cache = cache
+        self._limits = limits
         self._observer = observer
         self._backend = backend
         self._layout = backend.layout
         self._shape = backend.layout.shape
         self._retries = RetryMemory()
         self._auditing = asyncio.Lock()  # one copy of the state at a time
-        self._batcher: Batcher[kv_cache_pb2.AttendRequest, Attended] = Batcher(self._launch)
+        self._batcher: Batcher[AttendCall, Attended] = Batcher(self._launch)
 
     # -- sequences ----------------------------------------------------------------------------------------------
 
@@ -63,42 +77,63 @@ class KvCacheService(kv_cache_pb2_grpc.KvCacheServicer):
     async def Allocate(self, request: kv_cache_pb2.AllocateRequest, context: Any) -> Any:
         """Start a sequence on its cached prefix."""
         self._backend.health.check()
+        check_length("request_id", request.request_id, MAX_REQUEST_ID_LENGTH)
         if (answer := self._retries.find(request.request_id, request)) is not None:
             return answer
         check_own_id("sequence_id", request.sequence_id)
-        check_token_ids(request.token_ids)
+        check_length("salt", request.salt, MAX_SALT_BYTES)
+        self._cache.check_length(len(request.token_ids))
+        token_ids = read_token_ids(request.token_ids)
         extras = PrefixExtras(salt=request.salt if request.HasField("salt") else None)
-        token_ids = request.token_ids if len(request.token_ids) else None
+        self._check_room(len(request.token_ids))
         made = self._cache.allocate(request.sequence_id, token_ids, extras=extras)
         answer = kv_cache_pb2.AllocateResponse(cached_token_count=made.num_cached_tokens)
-        self._retries.remember(request.request_id, request, answer)
+        self._remember(request, answer, request.sequence_id, made.num_cached_tokens)
         return answer
 
     async def Fork(self, request: kv_cache_pb2.ForkRequest, context: Any) -> Any:
         """Start a sequence that shares all blocks of another."""
         self._backend.health.check()
+        check_length("request_id", request.request_id, MAX_REQUEST_ID_LENGTH)
         if (answer := self._retries.find(request.request_id, request)) is not None:
             return answer
         check_own_id("parent_id", request.parent_id)
         check_own_id("child_id", request.child_id)
+        self._check_room(self._cache.length(request.parent_id))
         self._cache.fork(request.parent_id, request.child_id)
-        answer = kv_cache_pb2.ForkResponse(token_count=self._cache.length(request.child_id))
-        self._retries.remember(request.request_id, request, answer)
+        num_tokens = self._cache.length(request.child_id)
+        answer = kv_cache_pb2.ForkResponse(token_count=num_tokens)
+        self._remember(request, answer, request.child_id, num_tokens)
         return answer
+
+    def _check_room(self, num_tokens: int) -> None:
+        """Refuse a sequence beyond what may live, or whose tokens would be."""
+        for field, value in (
+            ("max_sequences", self._cache.num_sequences + 1),
+            ("max_known_tokens", self._cache.num_known_tokens + num_tokens),
+        ):
+            limit = getattr(self._limits, field)
+            if value > limit:
+                raise QuotaExceeded(f"{field} is {limit}, would be {value}", field=field, value=value, limit=limit)
+
+    def _remember(self, request: Any, answer: Message, sequence_id: str, num_tokens: int) -> None:
+        self._retries.remember(request.request_id, request, answer, sequence_id=sequence_id, num_tokens=num_tokens)
 
     async def Truncate(self, request: kv_cache_pb2.TruncateRequest, context: Any) -> kv_cache_pb2.TruncateResponse:
         """Keep the first tokens only."""
         check_own_id("sequence_id", request.sequence_id)
-        longest = max(self._cache.sequence(request.sequence_id).layer_lengths)
+        longest = self._cache.written(request.sequence_id)
         count = request.token_count
         require(0 <= count <= longest, "token_count", f"must be in [0, {longest}]", count, longest)
         self._cache.truncate(request.sequence_id, count)
+        self._retries.note_truncated(request.sequence_id, count)
         return kv_cache_pb2.TruncateResponse()
 
     async def Free(self, request: kv_cache_pb2.FreeRequest, context: Any) -> kv_cache_pb2.FreeResponse:
         """End sequences."""
         check_sequence_ids(request.sequence_ids)
         self._cache.free_batch(request.sequence_ids)
+        self._retries.note_freed(request.sequence_ids)
         return kv_cache_pb2.FreeResponse()
 
     async def SwapOut(self, request: kv_cache_pb2.SwapOutRequest, context: Any) -> kv_cache_pb2.SwapOutResponse:
@@ -140,21 +175,28 @@ class KvCacheService(kv_cache_pb2_grpc.KvCacheServicer):
 
     async def GetSequence(self, request: Any, context: Any) -> kv_cache_pb2.GetSequenceResponse:
         """Describe one sequence."""
+        check_length("sequence_id", request.sequence_id, MAX_ID_LENGTH)
         view = self._cache.sequence(request.sequence_id)
-        return kv_cache_pb2.GetSequenceResponse(sequence=to_sequence_message(view, full=True))
+        answer = kv_cache_pb2.GetSequenceResponse(sequence=to_sequence_message(view))
+        check_answer("sequence_id", answer.ByteSize(), self._limits.max_message_bytes)
+        return answer
 
     async def ListSequences(self, request: Any, context: Any) -> kv_cache_pb2.ListSequencesResponse:
-        """List live sequences by pages; the token is when the last one of the page before was created."""
+        """List live sequences by pages; the token is when the last one of the page before was created.
+
+        A page ends early where the answer would become larger than a message may be.
+        """
         size, limit = request.page_size, _MAX_PAGE_SIZE
         require(0 <= size <= limit, "page_size", f"must be in [0, {limit}]", size, limit)
-        size = size or _DEFAULT_PAGE_SIZE
+        check_length("page_token", request.page_token, MAX_PAGE_TOKEN_LENGTH)
         ids = self._cache.sequence_ids()
         start = self._page_start(ids, request.page_token) if request.page_token else 0
-        page = [self._cache.sequence(name) for name in ids[start : start + size]]
-        return kv_cache_pb2.ListSequencesResponse(
-            sequences=[to_sequence_message(view, full=False) for view in page],
-            next_page_token=page[-1].created_at.hex() if start + size < len(ids) else "",
-        )
+        end = start + (size or _DEFAULT_PAGE_SIZE)
+        page = [to_sequence_message(self._cache.summary(name)) for name in ids[start:end]]
+        page = page[: _num_fitting(page, self._limits.max_message_bytes)]
+        is_last = start + len(page) >= len(ids)
+        token = "" if is_last else self._cache.summary(ids[start + len(page) - 1]).created_at.hex()
+        return kv_cache_pb2.ListSequencesResponse(sequences=page, next_page_token=token)
 
     def _page_start(self, ids: Sequence[str], page_token: str) -> int:
         """Return where the page begins, the last one of the page before may be gone."""
@@ -162,7 +204,7 @@ class KvCacheService(kv_cache_pb2_grpc.KvCacheServicer):
             created_at = float.fromhex(page_token)
         except (ValueError, OverflowError):
             raise InvalidArgument("is not from a page before", field="page_token", value=page_token) from None
-        return bisect.bisect_right(ids, created_at, key=lambda name: self._cache.sequence(name).created_at)
+        return bisect.bisect_right(ids, created_at, key=lambda name: self._cache.summary(name).created_at)
 
     async def GetUsage(self, request: Any, context: Any) -> kv_cache_pb2.GetUsageResponse:
         """Count blocks by state."""
@@ -177,12 +219,15 @@ class KvCacheService(kv_cache_pb2_grpc.KvCacheServicer):
 
     # -- tokens -------------------------------------------------------------------------------------------------
 
-    async def Append(self, request: kv_cache_pb2.AppendRequest, context: Any) -> kv_cache_pb2.AppendResponse:
+    async def Append(
+        self, arrived: TensorRequest[kv_cache_pb2.AppendRequest], context: Any
+    ) -> kv_cache_pb2.AppendResponse:
         """Write K and V of new tokens of one layer or of all."""
         self._backend.health.check()
+        request = arrived.message
         check_own_id("sequence_id", request.sequence_id)
         layer = request.layer if request.HasField("layer") else None
-        keys, values = read_new_rows(request, layer, self._shape)
+        keys, values = read_new_rows(arrived, layer, self._shape)
         num_tokens = keys.shape[0] if layer is not None else keys.shape[1]
         require(num_tokens >= 1, "keys.shape", "must hold at least one token", list(keys.shape), 1)
         token_ids = read_token_ids(request.token_ids, num_tokens)
@@ -198,35 +243,36 @@ class KvCacheService(kv_cache_pb2_grpc.KvCacheServicer):
         await _completed(written)
         return kv_cache_pb2.AppendResponse(token_count=length + num_tokens)
 
-    async def Attend(self, request: kv_cache_pb2.AttendRequest, context: Any) -> kv_cache_pb2.AttendResponse:
-        """Attend queries to sequences, after writing their newest K and V if given."""
-        return await self._attend(request)
+    async def Attend(self, arrived: TensorRequest[kv_cache_pb2.AttendRequest], context: Any) -> bytes:
+        """Attend queries to sequences, after writing their newest K and V if given; the answer is ready to be sent."""
+        return await self._attend(arrived)
 
-    async def Step(self, request_iterator: Any, context: Any) -> AsyncIterator[kv_cache_pb2.AttendResponse]:
+    async def Step(
+        self, requests: AsyncIterator[TensorRequest[kv_cache_pb2.AttendRequest]], context: Any
+    ) -> AsyncIterator[bytes]:
         """Attend, request after request."""
-        async for request in request_iterator:
-            yield await self._attend(request)
+        async for arrived in requests:
+            yield await self._attend(arrived)
 
-    async def _attend(self, request: kv_cache_pb2.AttendRequest) -> kv_cache_pb2.AttendResponse:
+    async def _attend(self, arrived: TensorRequest[kv_cache_pb2.AttendRequest]) -> bytes:
         self._backend.health.check()
-        done = await self._batcher.run(request)
-        return kv_cache_pb2.AttendResponse(
-            output=to_tensor(done.output), lse=to_tensor(done.lse), compute_seconds=done.seconds
-        )
+        call = read_attend(arrived, self._shape, self._limits.max_message_bytes)
+        done = await self._batcher.run(call)
+        return to_attend_answer(done.output, done.lse, done.seconds)
 
     # -- launching ----------------------------------------------------------------------------------------------
 
-    def _launch(self, calls: Sequence[AttendCall]) -> tuple[list[AttendCall], asyncio.Future[Any] | None]:
+    def _launch(self, calls: Sequence[WaitingCall]) -> tuple[list[WaitingCall], asyncio.Future[Any] | None]:
         """Run the calls in as few jobs as they allow; those that write to a sequence already written to are left.
 
         All is committed after all is planned: a commit may give duplicate blocks back, which must not be handed out
         to a later plan of the same job.
         """
-        left: list[AttendCall] = []
+        left: list[WaitingCall] = []
         written: set[str] = set()
-        groups: dict[tuple[object, ...], list[tuple[AttendCall, AttendPlan]]] = {}
+        groups: dict[tuple[object, ...], list[tuple[WaitingCall, AttendPlan]]] = {}
         for call in calls:
-            if call.request.HasField("keys") and not written.isdisjoint(call.request.sequence_ids):
+            if call.request.rows is not None and not written.isdisjoint(call.request.ids):
                 left.append(call)
             elif (plan := self._plan(call)) is not None:
                 written.update(reservation.sequence_id for reservation in plan.reservations)
@@ -237,7 +283,7 @@ class KvCacheService(kv_cache_pb2_grpc.KvCacheServicer):
                 self._cache.commit_batch(plan.reservations)
         return left, asyncio.gather(*work, return_exceptions=True) if work else None
 
-    def _plan(self, call: AttendCall) -> AttendPlan | None:
+    def _plan(self, call: WaitingCall) -> AttendPlan | None:
         """Plan a call; one that is refused is answered at once and holds up nobody."""
         try:
             self._backend.health.check()
@@ -246,14 +292,14 @@ class KvCacheService(kv_cache_pb2_grpc.KvCacheServicer):
             call.answer.set_exception(error)
             return None
 
-    def _submit(self, group: Sequence[tuple[AttendCall, AttendPlan]]) -> asyncio.Future[None]:
+    def _submit(self, group: Sequence[tuple[WaitingCall, AttendPlan]]) -> asyncio.Future[None]:
         plans = [plan for _, plan in group]
         return asyncio.ensure_future(
             self._answer(group, asyncio.wrap_future(self._backend.submit(lambda: run_plans(self._backend, plans))))
         )
 
     async def _answer(
-        self, group: Sequence[tuple[AttendCall, AttendPlan]], result: asyncio.Future[list[Attended]]
+        self, group: Sequence[tuple[WaitingCall, AttendPlan]], result: asyncio.Future[list[Attended]]
     ) -> None:
         """Answer the calls of a job that are still waited for; one that failed is done again call by call."""
         try:
@@ -300,6 +346,12 @@ class KvCacheService(kv_cache_pb2_grpc.KvCacheServicer):
         intact = {made.sequence_id: made.start for made in reservations if not made.copies}
         blocks = {int(slot) // self._layout.block_size for slot in slots if slot >= 0}
         self._cache.distrust(sorted(blocks), intact)
+
+
+def _num_fitting(page: Sequence[kv_cache_pb2.Sequence], max_bytes: int) -> int:
+    """Return how many leading sequences fit into an answer, at least one."""
+    ends = itertools.accumulate(message.ByteSize() + _ENTRY_BYTES for message in page)
+    return max(1, sum(end <= max_bytes - _ENTRY_BYTES for end in ends))
 
 
 async def _completed(job: asyncio.Future[Any]) -> None:

@@ -16,12 +16,20 @@ from pagedkv.errors import DeviceLost, InvalidArgument
 from pagedkv.loopback import is_loopback
 from pagedkv.rpc.generation import GenerationService, NoModelService
 from pagedkv.rpc.health import HealthService
-from pagedkv.rpc.interceptors import ErrorInterceptor, NullRpcObserver, RpcObserver
+from pagedkv.rpc.interceptors import CallLimits, ErrorInterceptor, NullRpcObserver, RpcObserver
 from pagedkv.rpc.kv_cache import KvCacheService
+from pagedkv.rpc.limits import CacheLimits
 from pagedkv.rpc.reflection import enable_reflection
 from pagedkv.v1 import generation_pb2, generation_pb2_grpc, kv_cache_pb2, kv_cache_pb2_grpc
 
-_MIN_PING_INTERVAL_MS = 10_000  # clients may keep a connection alive through a long silent prefill
+_COUNTS = (
+    "max_streams",
+    "max_watches",
+    "max_connections",
+    "max_sequences",
+    "max_known_tokens",
+    "min_ping_interval_ms",
+)
 _SERVICES = (
     kv_cache_pb2.DESCRIPTOR.services_by_name["KvCache"].full_name,
     generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name,
@@ -32,19 +40,31 @@ _SERVICES = (
 class ServerConfig:
     """Where the server listens and what it accepts. Port 0 takes a free one.
 
-    `max_streams` bounds the Generate and Step calls that are open at once, over all clients.
+    Over all clients: `max_inflight_bytes` of requests that are not answered yet, `max_streams` open Generate and Step
+    calls, `max_watches` open streams of the health and reflection services, `max_connections`, `max_sequences` live
+    sequences (about 1 KiB each), which began with `max_known_tokens` (4 bytes each for the id, and for each block).
     """
 
     host: str = "127.0.0.1"
     port: int = 50051
     insecure: bool = False
     max_message_bytes: int = 64 * 2**20
+    max_inflight_bytes: int = 256 * 2**20
     max_streams: int = 4096
+    max_watches: int = 1024
+    max_connections: int = 1024
+    max_sequences: int = 65_536
+    max_known_tokens: int = 2**27
+    min_ping_interval_ms: int = 5_000  # clients that ping every 10 s must not come too early by a hair
 
     def __post_init__(self) -> None:
         require(0 <= self.port < 65536, "port", "must be in [0, 65535]", self.port, 65535)
         require(self.max_message_bytes >= 2**20, "max_message_bytes", "must be at least 1 MiB", self.max_message_bytes)
-        require(self.max_streams >= 1, "max_streams", "must be at least 1", self.max_streams, 1)
+        for field in _COUNTS:
+            require(getattr(self, field) >= 1, field, "must be at least 1", getattr(self, field), 1)
+        most, largest = self.max_inflight_bytes, self.max_message_bytes
+        fits = most >= 2 * largest
+        require(fits, "max_inflight_bytes", f"must be at least twice max_message_bytes ({largest})", most, 2 * largest)
         safe = self.insecure or is_loopback(self.host)
         require(safe, "host", "is not loopback and there is no TLS; say --insecure to bind it all the same", self.host)
 
@@ -63,15 +83,17 @@ class Server:
     ) -> None:
         self._config = config
         observer = observer or NullRpcObserver()
+        call_limits = CallLimits(config.max_inflight_bytes, config.max_streams, config.max_watches)
+        cache_limits = CacheLimits(config.max_message_bytes, config.max_sequences, config.max_known_tokens)
         self._server = grpc.aio.server(
-            interceptors=[ErrorInterceptor(observer, config.max_streams)],
+            interceptors=[ErrorInterceptor(observer, call_limits)],
             options=_channel_options(config),
         )
         self._health = HealthService()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._engine = engine
         self._backend = backend
-        self._kv_cache = KvCacheService(cache, backend, observer)
+        self._kv_cache = KvCacheService(cache, backend, observer, cache_limits)
         kv_cache_pb2_grpc.add_KvCacheServicer_to_server(self._kv_cache, self._server)  # type: ignore[no-untyped-call]
         generation = NoModelService() if engine is None else GenerationService(engine)
         generation_pb2_grpc.add_GenerationServicer_to_server(generation, self._server)  # type: ignore[no-untyped-call]
@@ -113,7 +135,9 @@ def _channel_options(config: ServerConfig) -> list[tuple[str, int]]:
     return [
         ("grpc.max_receive_message_length", config.max_message_bytes),
         ("grpc.max_send_message_length", config.max_message_bytes),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", _MIN_PING_INTERVAL_MS),
+        ("grpc.max_allowed_incoming_connections", config.max_connections),
+        # pings keep a connection alive through a long silent prefill, or idle
+        ("grpc.http2.min_ping_interval_without_data_ms", config.min_ping_interval_ms),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.so_reuseport", 0),  # a second server on the port is an error, not a coin toss
     ]

@@ -12,7 +12,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from pagedkv import errors
-from pagedkv.errors import InvalidArgument, OutOfBlocks, OutOfHostBlocks, PagedKvError
+from pagedkv.errors import InvalidArgument, OutOfBlocks, OutOfHostBlocks, PagedKvError, QuotaExceeded
 
 DOMAIN = "pagedkv"
 _RETRY_SECONDS = 1
@@ -51,7 +51,7 @@ def to_status(error: PagedKvError) -> grpc.Status:
     if isinstance(error, InvalidArgument):
         violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=message)
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
-    if isinstance(error, (OutOfBlocks, OutOfHostBlocks)):
+    if isinstance(error, (OutOfBlocks, OutOfHostBlocks, QuotaExceeded)):
         details.append(error_details_pb2.RetryInfo(retry_delay=Duration(seconds=_RETRY_SECONDS)))
     return _pack(code_of(error), message, details)
 

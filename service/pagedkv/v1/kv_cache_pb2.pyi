@@ -134,15 +134,20 @@ class AllocateRequest(_message.Message):
     SALT_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.str
-    """Name of the new sequence: 1 to 256 characters, not beginning with "~". Required."""
+    """Name of the new sequence: 1 to 256 characters, not beginning with "~". Required. So are all sequence ids."""
     salt: _builtins.bytes
-    """Separates prefix caches: only sequences of equal salt share. Absent and empty differ."""
+    """Separates prefix caches: only sequences of equal salt share. At most 1,024 bytes. Absent and empty differ."""
     request_id: _builtins.str
-    """Makes a retry safe: a repeated request of the same id and content returns the first answer. Empty: none."""
+    """Makes a retry safe: a repeated request of the same id and content returns the first answer, while the sequence that
+    the first one made is there and has at least the tokens that the answer tells; another content is INVALID_ARGUMENT.
+    After Free, or a Truncate below them, the id is as new. The newest 4,096 answers are remembered, up to 4 MiB and
+    for 10 minutes; a retry after that is ALREADY_EXISTS. At most 256 characters. Empty: none.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Token ids of the prompt, each in [0, 2^31). They promise that equal ids under one salt mean equal K and V, which
-        is what lets blocks be found and shared. Leave empty where that cannot be promised: blocks are then private.
+        """Token ids of the prompt, each in [0, 2^31), at most 262,144. They promise that equal ids under one salt mean equal
+        K and V, which is what lets blocks be found and shared. Leave empty where that cannot be promised: blocks are then
+        private.
         """
 
     def __init__(
@@ -207,7 +212,10 @@ class AppendRequest(_message.Message):
     """
     @_builtins.property
     def keys(self) -> _tensor_pb2.Tensor:
-        """[tokens, kv_heads, head_dim] for one layer, [layers, tokens, kv_heads, head_dim] for all. Required."""
+        """[tokens, kv_heads, head_dim] for one layer, [layers, tokens, kv_heads, head_dim] for all. Required. Every element
+        must be finite, and stay so in the pool's data type: below 65,520 in magnitude for float16, about 3.396e38 for
+        bfloat16. 8-bit pools scale each row and hold what float32 holds, up to 3.4028e38.
+        """
 
     @_builtins.property
     def values(self) -> _tensor_pb2.Tensor:
@@ -215,7 +223,7 @@ class AppendRequest(_message.Message):
 
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Ids of these tokens, if the caller gives ids: exactly one a token. See AllocateRequest.token_ids."""
+        """Ids of these tokens, if the caller gives ids: exactly one a token, at most 262,144. See AllocateRequest.token_ids."""
 
     def __init__(
         self,
@@ -338,19 +346,21 @@ class AttendRequest(_message.Message):
     """The layer, in [0, layer_count)."""
     @_builtins.property
     def sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The sequences, each at most once, at least one. Required."""
+        """The sequences, each at most once, 1 to 4,096. Required."""
 
     @_builtins.property
     def queries(self) -> _tensor_pb2.Tensor:
-        """[sum of query lengths, heads, head_dim], sequence after sequence. Required."""
+        """[sum of query lengths, heads, head_dim], sequence after sequence. Required. Every element must be finite. The
+        answer takes 4 x heads x (head_dim + 1) bytes a query: one that would pass the server's message size is refused.
+        """
 
     @_builtins.property
     def query_lengths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Queries of each sequence, each at least 0: the newest positions of the layer. Absent means 1 each."""
+        """Queries of each sequence, each at least 0: the newest positions of the layer. One a sequence; absent means 1 each."""
 
     @_builtins.property
     def keys(self) -> _tensor_pb2.Tensor:
-        """K and V to write first: [sum of query lengths, kv_heads, head_dim]. Both or neither."""
+        """K and V to write first: [sum of query lengths, kv_heads, head_dim], of values as in AppendRequest. Both or neither."""
 
     @_builtins.property
     def values(self) -> _tensor_pb2.Tensor:
@@ -358,7 +368,9 @@ class AttendRequest(_message.Message):
 
     @_builtins.property
     def positions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """With keys: position of each sequence's first new token, as in AppendRequest. Absent: each layer's length."""
+        """With keys: position of each sequence's first new token, as in AppendRequest, one a sequence. Absent: each layer's
+        length.
+        """
 
     @_builtins.property
     def options(self) -> Global___AttentionOptions:
@@ -366,7 +378,7 @@ class AttendRequest(_message.Message):
 
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """With keys: ids of the new tokens, one a query, if the caller gives ids."""
+        """With keys: ids of the new tokens, one a query, if the caller gives ids. At most 262,144."""
 
     def __init__(
         self,
@@ -439,7 +451,7 @@ class ForkRequest(_message.Message):
     child_id: _builtins.str
     """Name of the new sequence; see AllocateRequest.sequence_id. Required."""
     request_id: _builtins.str
-    """Makes a retry safe; see AllocateRequest.request_id."""
+    """Makes a retry safe; see AllocateRequest.request_id. The sequence that the call made is the child."""
     def __init__(
         self,
         *,
@@ -488,7 +500,7 @@ class TruncateRequest(_message.Message):
     sequence_id: _builtins.str
     """The sequence. Required."""
     token_count: _builtins.int
-    """Tokens to keep in every layer, in [0, length]."""
+    """Tokens to keep in every layer, in [0, length]. Answers remembered about more tokens are forgotten."""
     def __init__(
         self,
         *,
@@ -529,7 +541,7 @@ class FreeRequest(_message.Message):
     SEQUENCE_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The sequences, each at most once, at least one. All are ended or none."""
+        """The sequences, each at most once, 1 to 4,096. All are ended or none."""
 
     def __init__(
         self,
@@ -570,7 +582,7 @@ class SwapOutRequest(_message.Message):
     SEQUENCE_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The sequences, each at most once, at least one. All are moved or none."""
+        """The sequences, each at most once, 1 to 4,096. All are moved or none."""
 
     def __init__(
         self,
@@ -624,7 +636,7 @@ class SwapInRequest(_message.Message):
     SEQUENCE_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The sequences, each at most once, at least one. All are moved or none."""
+        """The sequences, each at most once, 1 to 4,096. All are moved or none."""
 
     def __init__(
         self,
@@ -776,9 +788,9 @@ class ListSequencesRequest(_message.Message):
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
-    """Most sequences to return, in [1, 1000]; 0 means 100."""
+    """Most sequences to return, in [1, 1000]; 0 means 100. A page ends earlier where the answer would get too large."""
     page_token: _builtins.str
-    """next_page_token of the page before; empty for the first."""
+    """next_page_token of the page before, at most 64 characters; empty for the first."""
     def __init__(
         self,
         *,

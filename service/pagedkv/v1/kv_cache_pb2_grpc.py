@@ -31,8 +31,17 @@ class KvCacheStub:
     Errors of all calls: INVALID_ARGUMENT with a BadRequest that names the field, NOT_FOUND for an unknown sequence,
     RESOURCE_EXHAUSTED when the pool cannot give the blocks (ErrorInfo: needed, free, evictable, total), OUT_OF_RANGE
     for a sequence that would grow beyond its limit, FAILED_PRECONDITION (SEQUENCE_SWAPPED) for one that is swapped out,
-    UNAVAILABLE while the server drains, INTERNAL when the device failed. Every error carries exactly one google.rpc.ErrorInfo of domain "pagedkv". A failed call changed nothing; a
-    call over several sequences happens for all of them or for none.
+    UNAVAILABLE while the server drains, INTERNAL when the device failed. Every error carries exactly one
+    google.rpc.ErrorInfo of domain "pagedkv". A failed call changed nothing; a call over several sequences happens for
+    all of them or for none.
+
+    Limits, refused with INVALID_ARGUMENT and the field, limit and value: a request is at most 2 MiB besides its tensors'
+    elements; one with tensors that is larger than 64 KiB has at most 16,384 fields (a packed repeated field is one). With
+    its elements it is at most the server's message size, 64 MiB unless configured, as is every answer. Over all clients, refused with RESOURCE_EXHAUSTED
+    (QUOTA_EXCEEDED, RetryInfo) and the same figures: max_inflight_bytes (256 MiB) of requests that are not answered yet,
+    each counting 16 KiB besides its own, of which large ones leave an eighth to those of up to 64 KiB; max_streams
+    (4,096) open streams; max_sequences (65,536) live sequences; max_known_tokens (2^27) tokens that live sequences began
+    with, by their token ids or their parents.
     """
 
     def __init__(self, channel):
@@ -119,8 +128,17 @@ class KvCacheServicer:
     Errors of all calls: INVALID_ARGUMENT with a BadRequest that names the field, NOT_FOUND for an unknown sequence,
     RESOURCE_EXHAUSTED when the pool cannot give the blocks (ErrorInfo: needed, free, evictable, total), OUT_OF_RANGE
     for a sequence that would grow beyond its limit, FAILED_PRECONDITION (SEQUENCE_SWAPPED) for one that is swapped out,
-    UNAVAILABLE while the server drains, INTERNAL when the device failed. Every error carries exactly one google.rpc.ErrorInfo of domain "pagedkv". A failed call changed nothing; a
-    call over several sequences happens for all of them or for none.
+    UNAVAILABLE while the server drains, INTERNAL when the device failed. Every error carries exactly one
+    google.rpc.ErrorInfo of domain "pagedkv". A failed call changed nothing; a call over several sequences happens for
+    all of them or for none.
+
+    Limits, refused with INVALID_ARGUMENT and the field, limit and value: a request is at most 2 MiB besides its tensors'
+    elements; one with tensors that is larger than 64 KiB has at most 16,384 fields (a packed repeated field is one). With
+    its elements it is at most the server's message size, 64 MiB unless configured, as is every answer. Over all clients, refused with RESOURCE_EXHAUSTED
+    (QUOTA_EXCEEDED, RetryInfo) and the same figures: max_inflight_bytes (256 MiB) of requests that are not answered yet,
+    each counting 16 KiB besides its own, of which large ones leave an eighth to those of up to 64 KiB; max_streams
+    (4,096) open streams; max_sequences (65,536) live sequences; max_known_tokens (2^27) tokens that live sequences began
+    with, by their token ids or their parents.
     """
 
     def GetCacheInfo(self, request, context):
@@ -153,6 +171,7 @@ class KvCacheServicer:
 
     def Step(self, request_iterator, context):
         """Attend as a stream, one response for each request, in order: the layer loop of a decoder. An error ends the stream.
+        Where Attend would be refused for the bytes in flight, a stream waits.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -199,7 +218,7 @@ class KvCacheServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetSequence(self, request, context):
-        """Describes one sequence.
+        """Describes one sequence. INVALID_ARGUMENT if its tables would make the answer larger than a message may be.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -313,8 +332,17 @@ class KvCache:
     Errors of all calls: INVALID_ARGUMENT with a BadRequest that names the field, NOT_FOUND for an unknown sequence,
     RESOURCE_EXHAUSTED when the pool cannot give the blocks (ErrorInfo: needed, free, evictable, total), OUT_OF_RANGE
     for a sequence that would grow beyond its limit, FAILED_PRECONDITION (SEQUENCE_SWAPPED) for one that is swapped out,
-    UNAVAILABLE while the server drains, INTERNAL when the device failed. Every error carries exactly one google.rpc.ErrorInfo of domain "pagedkv". A failed call changed nothing; a
-    call over several sequences happens for all of them or for none.
+    UNAVAILABLE while the server drains, INTERNAL when the device failed. Every error carries exactly one
+    google.rpc.ErrorInfo of domain "pagedkv". A failed call changed nothing; a call over several sequences happens for
+    all of them or for none.
+
+    Limits, refused with INVALID_ARGUMENT and the field, limit and value: a request is at most 2 MiB besides its tensors'
+    elements; one with tensors that is larger than 64 KiB has at most 16,384 fields (a packed repeated field is one). With
+    its elements it is at most the server's message size, 64 MiB unless configured, as is every answer. Over all clients, refused with RESOURCE_EXHAUSTED
+    (QUOTA_EXCEEDED, RetryInfo) and the same figures: max_inflight_bytes (256 MiB) of requests that are not answered yet,
+    each counting 16 KiB besides its own, of which large ones leave an eighth to those of up to 64 KiB; max_streams
+    (4,096) open streams; max_sequences (65,536) live sequences; max_known_tokens (2^27) tokens that live sequences began
+    with, by their token ids or their parents.
     """
 
     @staticmethod

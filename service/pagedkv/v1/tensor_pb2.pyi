@@ -70,7 +70,7 @@ class Tensor(_message.Message):
     """Little-endian elements in C order; exactly product(shape) x element size bytes, or INVALID_ARGUMENT."""
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Extents, outermost first, each at least 0. Required."""
+        """Extents, outermost first, 1 to 4 of them, each in [0, 2^31). Required."""
 
     def __init__(
         self,
