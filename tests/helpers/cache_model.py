@@ -192,8 +192,11 @@ class CacheModel:
                 self.cached.remove(block)
                 block.twin = None
         for sequence in self.sequences.values():
-            if any(block in lost for block in sequence.table) or any(host in twins for host in sequence.host or ()):
+            found = [at for at, block in enumerate(sequence.table) if block in lost]
+            found += [at for at, host in enumerate(sequence.host or ()) if host in twins]
+            if found:
                 sequence.is_hashable = False
+                sequence.num_published = min(sequence.num_published, found[0])
 
     @staticmethod
     def _continues(prefix, other):

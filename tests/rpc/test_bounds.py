@@ -302,7 +302,8 @@ async def test_rl01_rows_beyond_the_pools_type_are_refused_and_others_arrive_fin
         (block,) = (await client.sequence("a")).block_table
         stored = served.backend.submit(lambda: served.backend.read_block(block)).result()
         numpy_type = np.float16 if dtype is DType.FLOAT16 else ml_dtypes.bfloat16
-        assert np.isclose(stored.view(numpy_type).astype(np.float32).max(), value * 0.99, rtol=0.01)
+        held = stored.view(numpy_type).astype(np.float32)  # slots that nobody wrote may hold anything
+        assert np.isclose(np.nanmax(held), value * 0.99, rtol=0.01)
 
 
 # -- RL-10: bytes that are no message ---------------------------------------------------------------------------------

@@ -338,13 +338,15 @@ class CacheManager:
 
         Sequences that hold one keep it, and publish nothing more. O(published blocks), as `distrust`: for failures.
         """
-        bad = frozenset(block_ids)
-        lost = self.pool.forget_with_descendants(bad) | bad
+        named = frozenset(block_ids)
+        lost = self.pool.forget_with_descendants(named) | named
         copies = {self.host.host_of[block] for block in lost if block in self.host.host_of}
         for sequence in self._sequences:
-            held = sequence.table if sequence.host_table is None else sequence.host_table
-            if not (lost if sequence.host_table is None else copies).isdisjoint(held):
+            held, bad = (sequence.table, lost) if sequence.host_table is None else (sequence.host_table, copies)
+            first = next((at for at, block in enumerate(held) if block in bad), None)
+            if first is not None:
                 sequence.is_hashable = False
+                sequence.num_published = min(sequence.num_published, first)
 
     def distrust(self, block_ids: SequenceOf[int], intact: Mapping[str, int] | None = None) -> None:
         """Take back that these blocks were written, after work that failed on the device behind its commit.
