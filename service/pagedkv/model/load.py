@@ -52,7 +52,12 @@ def load_model(path: Path, backend: Backend) -> LoadedModel:
     """
     with _open(path) as (config, tokenizer, plan):
         weights = backend.submit(lambda: plan.load(backend)).result()
-    config = replace(config, bos_token_id=tokenizer.bos_token_id, add_bos=tokenizer.add_bos)
+    config = replace(
+        config,
+        bos_token_id=tokenizer.bos_token_id,
+        add_bos=tokenizer.add_bos,
+        eos_token_ids=tokenizer.eos_token_ids,
+    )
     if not config.eos_token_ids:
         warnings.warn(f"{path}: no end token is known; texts end by length or stop strings only", stacklevel=2)
     return LoadedModel(config, Decoder(config, weights, backend), tokenizer)
