@@ -7,7 +7,7 @@ import pytest
 
 from compute_dense.weights import KINDS, make_weight
 from pagedkv.compute.backend import WeightData
-from pagedkv.errors import InvalidModelFile, UnsupportedModel
+from pagedkv.errors import InvalidArgument, InvalidModelFile, UnsupportedModel
 
 ROW_COUNTS = (1, 2, 3, 7, 8, 9, 16, 33, 130)
 
@@ -150,3 +150,22 @@ def test_linear_many_of_mixed_kinds_equals_each_alone_bit_by_bit(make_ops, isa):
         together = ops.linear_many(x, weights, [None, bias, None])
         for result, weight, added in zip(together, weights, (None, bias, None), strict=True):
             np.testing.assert_array_equal(result, ops.linear(x, weight, added))
+
+
+@pytest.mark.parametrize("activations", ["float32", "int16", "int8"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rl01_a_row_that_is_not_finite_stays_so_and_changes_no_other(make_ops, kind, activations):
+    try:
+        ops = make_ops(activations=activations)
+    except InvalidArgument as error:
+        pytest.skip(error.message)
+    loaded = ops.load_weight(make_weight(kind, 48, 512)[0])
+    for num_rows in (2, 9, 40):
+        x = make_rows(num_rows, 512)
+        expected = ops.linear(x, loaded)
+        for value in (np.nan, np.inf, -np.inf):
+            spoilt = x.copy()
+            spoilt[1, 77] = value
+            result = ops.linear(spoilt, loaded)
+            np.testing.assert_array_equal(np.delete(result, 1, 0), np.delete(expected, 1, 0))
+            assert not np.isfinite(result[1]).any()

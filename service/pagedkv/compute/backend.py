@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from pagedkv.compute.health import DeviceHealth
 from pagedkv.compute.layout import KvLayout
 from pagedkv.dtypes import DType
 
@@ -189,8 +190,15 @@ class Backend(KvOps, DenseOps, Protocol):
     name: str  # "cpu" or "cuda"
     repeats_prompts: bool  # whether `repeat` pays for steps with prompts, whose shapes are many
 
+    @property
+    def health(self) -> DeviceHealth:
+        """Who is told of every job's end, and asked before every one."""
+
     def submit(self, job: Callable[[], T]) -> Future[T]:
-        """Queue a job; see the module's docstring. The loop awaits it by `asyncio.wrap_future`."""
+        """Queue a job; see the module's docstring. The loop awaits it by `asyncio.wrap_future`.
+
+        A job that raises fails alone, with the device as it was; but DeviceLost is final and answers all that follow.
+        """
 
     def rope_write_kv(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 
 import grpc
@@ -12,7 +13,7 @@ from pagedkv.cache import CacheManager
 from pagedkv.compute.backend import Backend
 from pagedkv.config import require
 from pagedkv.engine import Engine
-from pagedkv.errors import DeviceError, InvalidArgument
+from pagedkv.errors import DeviceLost, InvalidArgument
 from pagedkv.loopback import is_loopback
 from pagedkv.rpc.generation import GenerationService, NoModelService
 from pagedkv.rpc.health import HealthService
@@ -69,7 +70,8 @@ class Server:
         self._health = HealthService()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._engine = engine
-        self._kv_cache = KvCacheService(cache, backend, self._note_device_failure, observer)
+        self._backend = backend
+        self._kv_cache = KvCacheService(cache, backend, observer)
         kv_cache_pb2_grpc.add_KvCacheServicer_to_server(self._kv_cache, self._server)  # type: ignore[no-untyped-call]
         generation = NoModelService() if engine is None else GenerationService(engine)
         generation_pb2_grpc.add_GenerationServicer_to_server(generation, self._server)  # type: ignore[no-untyped-call]
@@ -78,15 +80,12 @@ class Server:
             self._server,
         )
         self._served = _SERVICES if engine is not None else _SERVICES[:1]
-        self._failure: DeviceError | None = None
-        if engine is not None:
-            engine.on_failure = self._note_device_failure
         self.port = 0
 
     @property
     def is_healthy(self) -> bool:
-        """False from the moment the device failed."""
-        return self._failure is None
+        """False from the moment the device is lost."""
+        return self._backend.health.failure is None
 
     async def start(self) -> None:
         """Bind and serve. Raises InvalidArgument if the port is taken."""
@@ -97,20 +96,15 @@ class Server:
             raise InvalidArgument(f"cannot listen on {host}:{self._config.port}: in use?", field="port") from error
         await self._server.start()
         self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        self._backend.health.watch_on(asyncio.get_running_loop(), self._note_device_failure)
 
     async def stop(self, grace_seconds: float) -> None:
         """Report NOT_SERVING and end the watches, refuse new calls, give running ones the grace, cancel the rest."""
         self._health.stop()
         await self._server.stop(grace_seconds)
 
-    def _note_device_failure(self, error: DeviceError) -> None:
-        """Report NOT_SERVING from now on, and answer by the error whatever needs the device, through either service."""
-        if self._failure is not None:
-            return
-        self._failure = error
-        self._kv_cache.fail(error)
-        if self._engine is not None:
-            self._engine.fail(error)
+    def _note_device_failure(self, error: DeviceLost) -> None:
+        """Report NOT_SERVING from now on: whatever needs the device is answered by the error."""
         self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
 
     def _set_health(self, status: int) -> None:
