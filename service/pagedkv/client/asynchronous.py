@@ -242,15 +242,18 @@ class AsyncClient:
         stop: Sequence[str] = (),
         stop_token_ids: Sequence[int] = (),
         ignore_eos: bool = False,
+        skip_special: bool = True,
+        continue_final_message: bool = False,
         salt: bytes | None = None,
         timeout: float | None = None,
     ) -> AsyncIterator[Chunk]:
         """Stream a generation from a prompt, token ids or chat messages (exactly one of them).
 
+        `continue_final_message` lets the model go on with the last of the messages, which must be of the assistant.
         Closing the iterator early cancels the generation and frees its blocks.
         """
         request = generation_pb2.GenerateRequest(
-            **_prompt(prompt, token_ids, messages),
+            **_prompt(prompt, token_ids, messages, continue_final_message),
             sampling=generation_pb2.SamplingOptions(
                 max_tokens=max_tokens,
                 temperature=temperature,
@@ -260,6 +263,7 @@ class AsyncClient:
                 stop=stop,
                 stop_token_ids=_ids(stop_token_ids, "stop_token_ids"),
                 ignore_eos=ignore_eos,
+                keep_special=not skip_special,
             ),
             salt=salt,
         )
@@ -387,16 +391,21 @@ def _swap(message: kv_cache_pb2.SwapOutResponse | kv_cache_pb2.SwapInResponse) -
 
 
 def _prompt(
-    prompt: str | None, token_ids: Sequence[int] | None, messages: Sequence[Mapping[str, str]] | None
+    prompt: str | None,
+    token_ids: Sequence[int] | None,
+    messages: Sequence[Mapping[str, str]] | None,
+    continue_final_message: bool,
 ) -> dict[str, Any]:
     if sum(given is not None for given in (prompt, token_ids, messages)) != 1:
         raise InvalidArgument("give exactly one of prompt, token_ids and messages", field="prompt")
+    if continue_final_message and messages is None:
+        raise InvalidArgument("needs messages", field="continue_final_message")
     if prompt is not None:
         return {"text": generation_pb2.TextPrompt(text=prompt)}
     if token_ids is not None:
         return {"tokens": generation_pb2.TokenPrompt(token_ids=_ids(token_ids))}
     turns = [generation_pb2.ChatMessage(role=turn["role"], content=turn["content"]) for turn in messages or ()]
-    return {"chat": generation_pb2.ChatPrompt(messages=turns)}
+    return {"chat": generation_pb2.ChatPrompt(messages=turns, continue_final_message=continue_final_message)}
 
 
 def _attention(message: Any) -> Attention:

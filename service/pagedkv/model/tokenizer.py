@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from pagedkv.config import require
 from pagedkv.errors import InvalidArgument
 from pagedkv.model.chat_template import ChatTemplate
-from pagedkv.model.limits import MAX_TEXT_BYTES
+from pagedkv.model.limits import MAX_DECODED_BYTES, MAX_TEXT_BYTES
 from pagedkv.model.seals import Seals
 
 _NUM_JOINED = 2**14  # tokens put together in one go: joining holds the interpreter
@@ -74,9 +74,16 @@ class Tokenizer:
         return self._with_bos(ids) if add_special else ids
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """Return the text of a whole sequence; bytes that form no character become replacement marks."""
-        pieces = (ids[at : at + _NUM_JOINED] for at in range(0, len(ids), _NUM_JOINED))
-        text = b"".join(b"".join(self._pieces(piece, skip_special)) for piece in pieces).decode("utf-8", "replace")
+        """Return the text of a whole sequence; bytes that form no character become replacement marks.
+
+        Raises InvalidArgument for an id outside the vocabulary and for ids that stand for more than MAX_DECODED_BYTES.
+        """
+        data = bytearray()
+        for at in range(0, len(ids), _NUM_JOINED):
+            data += b"".join([self._bytes(token_id, skip_special) for token_id in ids[at : at + _NUM_JOINED]])
+            what = f"must stand for at most {MAX_DECODED_BYTES} bytes of text"
+            require(len(data) <= MAX_DECODED_BYTES, "token_ids", what, len(data), MAX_DECODED_BYTES)
+        text = data.decode("utf-8", "replace")
         return text.removeprefix(" ") if self._strips_space else text
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -114,9 +121,6 @@ class Tokenizer:
         if not self.add_bos or self.bos_token_id is None or ids[:1] == [self.bos_token_id]:
             return ids
         return [self.bos_token_id, *ids]
-
-    def _pieces(self, ids: Sequence[int], skip_special: bool) -> Iterator[bytes]:
-        return (self._bytes(token_id, skip_special) for token_id in ids)
 
     def _bytes(self, token_id: int, skip_special: bool) -> bytes:
         if not 0 <= token_id < self.vocab_size:

@@ -26,7 +26,7 @@ def read_hf_tokenizer(directory: Path, config: ModelConfig) -> Tokenizer:
     """Load the tokenizer. Raises InvalidModelFile naming the file, UnsupportedModel naming an unknown decoder."""
     path = directory / "tokenizer.json"
     definition = read_json_file(path, required=True)
-    plain = _load(path, definition)
+    plain = _load(path, path.read_bytes())
     to_bytes = _find_byte_rule(path, definition)
     vocabulary = plain.get_vocab(with_added_tokens=False)
     added = {token.content: token_id for token_id, token in plain.get_added_tokens_decoder().items()}
@@ -39,13 +39,12 @@ def read_hf_tokenizer(directory: Path, config: ModelConfig) -> Tokenizer:
     control |= _disguised(known, named, ends)
     single_words = (token.content for token in plain.get_added_tokens_decoder().values() if token.single_word)
     seals = Seals(control, single_words)
-    token_bytes = _token_bytes(config.vocab_size, vocabulary, added, to_bytes)
-    for token_id in control.values():
-        token_bytes[token_id] = None
+    token_bytes = _token_bytes(vocabulary, added, to_bytes)
+    token_bytes |= dict.fromkeys(control.values(), None)
     bos_token_id = _begin_id(known, named, config)
     return Tokenizer(
-        _load(path, _seal(definition, control, seals)),
-        token_bytes,
+        _load(path, json.dumps(_seal(definition, control, seals)).encode()),
+        [token_bytes.get(token_id, b"") for token_id in range(config.vocab_size)],
         SpecialTokens(control, bos_token_id, _adds_bos(plain, bos_token_id, options), ends),
         vocab_size=config.vocab_size,
         seals=seals,
@@ -54,9 +53,9 @@ def read_hf_tokenizer(directory: Path, config: ModelConfig) -> Tokenizer:
     )
 
 
-def _load(path: Path, definition: dict[str, Any]) -> TokenizersTokenizer:
+def _load(path: Path, data: bytes) -> TokenizersTokenizer:
     try:
-        encoder = TokenizersTokenizer.from_str(json.dumps(definition))
+        encoder = TokenizersTokenizer.from_buffer(data)
     except Exception as error:  # the library raises plain Exception
         raise InvalidModelFile(f"{path}: not a tokenizer: {error}", file=path) from error
     encoder.no_padding()
@@ -122,15 +121,10 @@ def _makes_control(merge: str | list[str], seals: Seals) -> bool:
 
 
 def _token_bytes(
-    vocab_size: int, vocabulary: Mapping[str, int], added: Mapping[str, int], to_bytes: Callable[[str], bytes]
-) -> list[bytes | None]:
-    found: list[bytes | None] = [b""] * max([vocab_size, *(token_id + 1 for token_id in added.values())])
-    for text, token_id in vocabulary.items():
-        if token_id < len(found):
-            found[token_id] = to_bytes(text)
-    for text, token_id in added.items():
-        found[token_id] = text.encode()
-    return found
+    vocabulary: Mapping[str, int], added: Mapping[str, int], to_bytes: Callable[[str], bytes]
+) -> dict[int, bytes | None]:
+    found: dict[int, bytes | None] = {token_id: to_bytes(text) for text, token_id in vocabulary.items()}
+    return found | {token_id: text.encode() for text, token_id in added.items()}
 
 
 def _decoder_steps(definition: dict[str, Any]) -> list[dict[str, Any]]:
