@@ -115,7 +115,8 @@ class Tokenizer:
         return self._with_bos(self._encode(self._seals.seal(rendered.text, rendered.written_spans())))
 
     def _encode(self, text: str) -> list[int]:
-        return list(self._encoder.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+        ids: list[int] = self._encoder.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return ids
 
     def _with_bos(self, ids: list[int]) -> list[int]:
         if not self.add_bos or self.bos_token_id is None or ids[:1] == [self.bos_token_id]:

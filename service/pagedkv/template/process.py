@@ -74,6 +74,7 @@ class _Process:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env=_environment(),
+            start_new_session=True,  # a terminal's interrupt is for the server, which drains
         )
         self._end = weakref.finalize(self, _end, self._child)
         self._setup: bytes | None = setup
@@ -96,7 +97,7 @@ class _Process:
             answer = None
         if answer is None:
             self._end()
-            raise RenderingFailed(f"it takes more than {CPU_SECONDS:g} s, or more memory than it may")
+            raise RenderingFailed(f"it takes more than {CPU_SECONDS:g} s of processor time, or ends its process")
         return answer
 
 

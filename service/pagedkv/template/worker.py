@@ -20,7 +20,7 @@ from pagedkv.template.origin import LAST, Text, runs_of, said, written
 
 CPU_SECONDS: Final = 2.0  # of one rendering, its compilation included
 MEMORY_BYTES: Final = 512 * 2**20  # beyond what the interpreter has taken at its start
-MAX_RENDERED_BYTES: Final = 8 * 2**20  # of UTF-8
+MAX_RENDERED_BYTES: Final = 2 * 2**20  # of UTF-8
 _MAX_MESSAGE = 1_000  # characters of an error
 _LENGTH = struct.Struct("<I")
 

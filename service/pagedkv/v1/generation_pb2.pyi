@@ -79,7 +79,7 @@ Global___ChatMessage: _TypeAlias = ChatMessage  # noqa: Y015
 class ChatPrompt(_message.Message):
     """A conversation for the model's chat template. INVALID_ARGUMENT with field "messages" and the template's own words where
     the template does not parse, refuses the conversation, or takes more than 2 s of processor time, 512 MiB of memory or
-    8 MiB of output.
+    2 MiB of output.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -92,7 +92,7 @@ class ChatPrompt(_message.Message):
     """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
-        """The turns, 1 to 4,096; their contents hold at most 4 MiB of UTF-8 together."""
+        """The turns, 1 to 4,096; their contents hold at most 1 MiB of UTF-8 together."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class TextPrompt(_message.Message):
 
     TEXT_FIELD_NUMBER: _builtins.int
     text: _builtins.str
-    """Any text, not empty, at most 4 MiB of UTF-8; control tokens in it stay plain text."""
+    """Any text, not empty, at most 1 MiB of UTF-8; control tokens in it stay plain text."""
     def __init__(
         self,
         *,
@@ -390,7 +390,7 @@ class TokenizeRequest(_message.Message):
     OMIT_SPECIAL_FIELD_NUMBER: _builtins.int
     PARSE_SPECIAL_FIELD_NUMBER: _builtins.int
     text: _builtins.str
-    """Any text, at most 4 MiB of UTF-8."""
+    """Any text, at most 1 MiB of UTF-8."""
     omit_special: _builtins.bool
     """Leave out the token that the model begins texts with."""
     parse_special: _builtins.bool
@@ -446,7 +446,7 @@ class DetokenizeRequest(_message.Message):
     """Show control tokens as text."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Each in [0, vocabulary size), at most 1,048,576, which stand for at most 16 MiB of text."""
+        """Each in [0, vocabulary size), at most 262,144, which stand for at most 8 MiB of text."""
 
     def __init__(
         self,
