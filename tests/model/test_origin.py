@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagedkv.template.environment import ChatEnvironment
-from pagedkv.template.origin import WRITTEN, Text, concat, runs_of, said, written
+from pagedkv.template.origin import WRITTEN, Text, concat, origins_of, runs_of, said, written
 
 PIECES = st.text("ab <|>\n\u00df\u0130", max_size=6)
 OPERATIONS = {
@@ -51,7 +51,7 @@ def written_characters(value) -> str:
         character
         for text in texts
         if isinstance(text, Text)
-        for character, origin in zip(str.__str__(text), text.origins, strict=True)
+        for character, origin in zip(str.__str__(text), origins_of(text), strict=True)
         if origin == WRITTEN
     )
 
@@ -62,7 +62,7 @@ def test_operation_gives_what_str_gives_with_an_origin_for_each_character(parts,
     result = OPERATIONS[name](text, argument)
     assert result == OPERATIONS[name]("".join(part for part, _ in parts), argument)
     for piece in result if isinstance(result, list) else [result]:
-        assert not isinstance(piece, Text) or len(piece.origins) == len(piece)
+        assert not isinstance(piece, Text) or len(origins_of(piece)) == len(piece)
 
 
 @given(st.lists(st.tuples(PIECES, st.booleans()), max_size=4), st.sampled_from(sorted(OPERATIONS)))
@@ -84,7 +84,7 @@ def test_runs_alternate_from_a_said_one_and_cover_the_text(parts):
     assert all(runs[1:])
     at = 0
     for index, length in enumerate(runs):
-        assert set(text.origins[at : at + length]) <= {index % 2}
+        assert set(origins_of(text)[at : at + length]) <= {index % 2}
         at += length
 
 
@@ -110,6 +110,7 @@ def test_templates_ways_to_put_texts_together_keep_what_they_write_written():
         "{{ '<im>'|replace('im', 's') ~ content }}",
         "{% set ns = namespace(x='') %}{% for t in ['<s>', content] %}{% set ns.x = ns.x + t %}{% endfor %}{{ ns.x }}",
         "{{ {'a': '<s>'}['a'] }}{{ content|default('') }}",
+        "{{ [{'a': {'b': '<s>'}}, {'a': {'b': content}}]|join('', attribute='a.b') }}",
         "{% generation %}<s>{{ content }}{% endgeneration %}",
     ]
     for source in sources:

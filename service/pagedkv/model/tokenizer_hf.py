@@ -43,7 +43,7 @@ def read_hf_tokenizer(directory: Path, config: ModelConfig) -> Tokenizer:
     token_bytes |= dict.fromkeys(control.values(), None)
     bos_token_id = _begin_id(known, named, config)
     return Tokenizer(
-        _load(path, json.dumps(_seal(definition, control, seals)).encode()),
+        _load_sealed(path, definition, control, seals),
         [token_bytes.get(token_id, b"") for token_id in range(config.vocab_size)],
         SpecialTokens(control, bos_token_id, _adds_bos(plain, bos_token_id, options), ends),
         vocab_size=config.vocab_size,
@@ -77,6 +77,23 @@ def _further_ends(
     return frozenset(known[text] for text in (*texts, eos) if isinstance(text, str) and text in known)
 
 
+def _load_sealed(
+    path: Path, definition: dict[str, Any], control: Mapping[str, int], seals: Seals
+) -> TokenizersTokenizer:
+    """Return the encoder that knows the control tokens by their seals, and finds each of them inside a text.
+
+    A normaliser may keep tokens that are looked for in normalised text from ever being found: then in the text itself.
+    """
+    encoder = _load(path, json.dumps(_seal(definition, control, seals)).encode())
+    if all(_finds(encoder, seals.rename(text), token_id) for text, token_id in control.items()):
+        return encoder
+    return _load(path, json.dumps(_seal(definition, control, seals, {"normalized": False})).encode())
+
+
+def _finds(encoder: TokenizersTokenizer, seal: str, token_id: int) -> bool:
+    return token_id in encoder.encode(f"a{seal}a", add_special_tokens=False).ids
+
+
 def _disguised(known: Mapping[str, int], named: Mapping[str, str | list[str]], ends: frozenset[int]) -> dict[str, int]:
     """Return the control tokens that tokenizer.json does not declare as such: ones named elsewhere, and ends."""
     texts = {text for value in named.values() for text in ([value] if isinstance(value, str) else value)}
@@ -84,21 +101,23 @@ def _disguised(known: Mapping[str, int], named: Mapping[str, str | list[str]], e
     return {text: known[text] for text in texts if text in known and looks_like_control(text)}
 
 
-def _seal(definition: dict[str, Any], control: Mapping[str, int], seals: Seals) -> dict[str, Any]:
-    """Return the definition with the control tokens renamed to their seals."""
-    entries = [_seal_entry(entry, seals) for entry in definition.get("added_tokens") or []]
+def _seal(
+    definition: dict[str, Any], control: Mapping[str, int], seals: Seals, changes: Mapping[str, bool] | None = None
+) -> dict[str, Any]:
+    """Return the definition with the control tokens renamed to their seals, and their flags changed."""
+    changes = {"special": True, "single_word": False, **(changes or {})}  # single words: `Seals` has seen to them
+    entries = [_seal_entry(entry, seals, changes) for entry in definition.get("added_tokens") or []]
     declared = {entry["content"] for entry in entries}
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     for text, token_id in control.items():
         if seals.rename(text) not in declared:
-            entries.append({"id": token_id, "content": seals.rename(text), **flags, "special": True})
+            entries.append({"id": token_id, "content": seals.rename(text), **flags, **changes})
     return definition | {"added_tokens": entries, "model": _seal_model(definition["model"], seals)}
 
 
-def _seal_entry(entry: dict[str, Any], seals: Seals) -> dict[str, Any]:
-    if entry["content"] not in seals:
-        return entry
-    return entry | {"content": seals.rename(entry["content"]), "special": True, "single_word": False}  # already seen to
+def _seal_entry(entry: dict[str, Any], seals: Seals, changes: Mapping[str, bool]) -> dict[str, Any]:
+    text = entry["content"]
+    return {**entry, **changes, "content": seals.rename(text)} if text in seals else entry
 
 
 def _seal_model(model: dict[str, Any], seals: Seals) -> dict[str, Any]:

@@ -12,10 +12,11 @@ from typing import Any
 from jinja2 import TemplateError, nodes, pass_eval_context
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.ext import Extension, loopcontrols
+from jinja2.filters import make_attrgetter
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 
-from pagedkv.template.origin import Text, concat, shown, written
+from pagedkv.template.origin import WRITTEN, Text, concat, origins_of, shown, written
 
 
 class GenerationTag(Extension):
@@ -40,6 +41,9 @@ class _OriginGenerator(CodeGenerator):
             super().visit_Const(node, frame)
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
+        if _escapes(frame):
+            super().visit_Concat(node, frame)
+            return
         self.write("environment.concat(map(environment.shown, (")
         for part in node.nodes:
             self.visit(part, frame)
@@ -55,7 +59,14 @@ class _OriginGenerator(CodeGenerator):
         return f"environment.written({''.join(group)!r})"
 
     def _output_child_pre(self, node: nodes.Expr, frame: Frame, finalize: Any) -> None:
-        self.write("environment.shown(")
+        if _escapes(frame):
+            super()._output_child_pre(node, frame, finalize)
+        else:
+            self.write("environment.shown(")
+
+
+def _escapes(frame: Frame) -> bool:
+    return bool(frame.eval_ctx.autoescape or frame.eval_ctx.volatile)
 
 
 class _OriginFormatter(SandboxedFormatter):
@@ -107,7 +118,8 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
 
         def format_text(*args: Any, **kwargs: Any) -> Text:
             formatter = _OriginFormatter(self)
-            return formatter.restore(formatter.vformat(str.__str__(text), args, kwargs), all(text.origins))
+            is_written = set(origins_of(text)) <= {WRITTEN}
+            return formatter.restore(formatter.vformat(str.__str__(text), args, kwargs), is_written)
 
         return format_text
 
@@ -123,8 +135,7 @@ def special_texts(named: Mapping[str, str | Sequence[str]]) -> dict[str, Any]:
 def _join(context: Any, values: Any, separator: str = "", attribute: str | int | None = None) -> str:
     """Jinja's filter, with origins."""
     if attribute is not None:
-        environment = context.environment
-        values = [environment.getitem(value, attribute) for value in values]
+        values = map(make_attrgetter(context.environment, attribute), values)
     return Text(shown(separator)).join(map(shown, values))
 
 
@@ -135,7 +146,7 @@ def _to_json(
 
 
 def _raise_exception(message: str) -> None:
-    raise TemplateError(str.__str__(message))
+    raise TemplateError(str.__str__(shown(message)))
 
 
 def _strftime_now(format_: str) -> Text:

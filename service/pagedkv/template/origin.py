@@ -20,12 +20,12 @@ LAST: Final = 2  # by the last message, which may be continued
 class Text(str):
     """A str with an origin for each character. Every operation gives the characters that str gives."""
 
-    __slots__ = ("origins",)
-    origins: bytes
+    __slots__ = ("_origins",)  # templates reach no name that begins so
+    _origins: bytes
 
     def __new__(cls, text: str = "", origins: bytes | None = None) -> Text:
         made = super().__new__(cls, text)
-        made.origins = origins_of(text) if origins is None else origins
+        made._origins = origins_of(text) if origins is None else origins
         return made
 
     def __str__(self) -> str:
@@ -35,21 +35,21 @@ class Text(str):
         return (self[at] for at in range(len(self)))
 
     def __getitem__(self, index: SupportsIndex | slice) -> Text:
-        origins = self.origins[index] if isinstance(index, slice) else bytes((self.origins[index],))
+        origins = self._origins[index] if isinstance(index, slice) else bytes((self._origins[index],))
         return Text(str.__getitem__(self, index), origins)
 
     def __add__(self, other: str) -> Text:
         if not isinstance(other, str):
             return NotImplemented
-        return Text(str.__add__(self, other), self.origins + origins_of(other))
+        return Text(str.__add__(self, other), self._origins + origins_of(other))
 
     def __radd__(self, other: str) -> Text:
         if not isinstance(other, str):
             return NotImplemented
-        return Text(str.__add__(other, self), origins_of(other) + self.origins)
+        return Text(str.__add__(other, self), origins_of(other) + self._origins)
 
     def __mul__(self, count: SupportsIndex) -> Text:
-        return Text(str.__mul__(self, count), self.origins * count)
+        return Text(str.__mul__(self, count), self._origins * count)
 
     __rmul__ = __mul__
 
@@ -63,7 +63,7 @@ class Text(str):
 
     def join(self, parts: Iterable[str]) -> Text:
         parts = list(parts)
-        return Text(str.join(self, parts), self.origins.join(map(origins_of, parts)))
+        return Text(str.join(self, parts), self._origins.join(map(origins_of, parts)))
 
     def replace(self, old: str, new: str, count: SupportsIndex = -1) -> str:
         if not old:
@@ -120,7 +120,7 @@ class Text(str):
 
     def _recased(self, text: str) -> str:
         """Characters become one or more: an equal length means one for one."""
-        return Text(text, self.origins) if len(text) == len(self) else text
+        return Text(text, self._origins) if len(text) == len(self) else text
 
     def _locate(self, pieces: list[str], sep: str | None) -> list[str]:
         """Return the pieces as parts of this text, `sep` between them; None: white space, which begins none."""
@@ -136,7 +136,7 @@ class Text(str):
 
 def origins_of(text: str) -> bytes:
     """Return the origin of each character; those of a plain str are not known."""
-    return text.origins if isinstance(text, Text) else bytes(len(text))
+    return text._origins if isinstance(text, Text) else bytes(len(text))
 
 
 def written(text: str) -> Text:
@@ -164,7 +164,7 @@ def concat(parts: Iterable[str]) -> Text:
 def runs_of(text: Text) -> list[int]:
     """Return the lengths of the runs of one kind, said and written in turn; the first, of said ones, may be 0."""
     runs, at, kind = [], 0, False
-    flags = text.origins.translate(_IS_WRITTEN)
+    flags = text._origins.translate(_IS_WRITTEN)
     while at < len(flags):
         end = flags.find(not kind, at)
         end = len(flags) if end < 0 else end

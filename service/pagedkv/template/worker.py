@@ -16,7 +16,7 @@ from typing import IO, Any, Final
 from jinja2 import Template
 
 from pagedkv.template.environment import ChatEnvironment, special_texts
-from pagedkv.template.origin import LAST, Text, runs_of, said, written
+from pagedkv.template.origin import LAST, Text, origins_of, runs_of, said, written
 
 CPU_SECONDS: Final = 2.0  # of one rendering, its compilation included
 MEMORY_BYTES: Final = 512 * 2**20  # beyond what the interpreter has taken at its start
@@ -107,7 +107,7 @@ class _Renderer:
 
 def _cut_behind_last(text: Text) -> Text:
     """Return the text up to the last character of the last message that is left in it."""
-    end = text.origins.rfind(LAST) + 1
+    end = origins_of(text).rfind(LAST) + 1
     if not end:
         raise _Refused("it leaves nothing of the last message to be continued")
     return text[:end]
