@@ -15,8 +15,10 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Library
 
 from helpers.model_runner import load_on_numpy
-from helpers.tiny_models import make_tiny_model, write_json
+from helpers.tiny_models import byte_level_vocabulary, make_tiny_model, write_json
 from pagedkv.errors import InvalidArgument
+from pagedkv.model import read_model_config
+from pagedkv.model.end_tokens import end_texts_of
 from pagedkv.model.tokenizer_hf import read_hf_tokenizer
 
 INST = (
@@ -80,8 +82,6 @@ def make_directory(path, library: Library, template: str = INST, **options):
 
 
 def read(path):
-    from pagedkv.model import read_model_config
-
     return read_hf_tokenizer(path, read_model_config(path))
 
 
@@ -269,8 +269,6 @@ def test_nc05_gguf_template_sees_every_named_token(tmp_path):
 
 @pytest.mark.parametrize("kind", [1, 3, 4])
 def test_nc09_well_known_end_text_ends_whatever_its_type_and_stays_a_control_token(tmp_path, kind):
-    from helpers.tiny_models import byte_level_vocabulary
-
     made = byte_level_vocabulary()
     made.types[2] = kind
     model = load_on_numpy(make_tiny_model(tmp_path, vocabulary=made, overrides={"tokenizer.ggml.eos_token_id": 0}))
@@ -290,8 +288,6 @@ def test_nc09_hf_directory_ends_where_generation_config_and_its_template_say(tmp
 
 
 def test_nc09_end_of_a_part_is_no_end_where_the_vocabulary_has_harmonys_ends():
-    from pagedkv.model.end_tokens import end_texts_of
-
     assert end_texts_of(["<|end|>", "<|user|>"]) == {"<|end|>"}
     assert end_texts_of(["<|end|>", "<|return|>", "<|call|>"]) == {"<|return|>", "<|call|>"}
 
@@ -374,10 +370,8 @@ def test_rl12_other_threads_go_on_while_a_template_loops(tmp_path):
     assert turns_taken > 20
 
 
-def test_rl12_template_reaches_nothing_of_the_process_that_serves(tmp_path, monkeypatch):
-    monkeypatch.setenv("SECRET_OF_THE_SERVER", "x")
-    tokenizer = load_on_numpy(
-        make_chatml(tmp_path, template="{{ messages.__class__ }}{{ ''.__class__.__mro__ }}")
-    ).tokenizer
+def test_rl12_template_reaches_no_attribute_of_the_interpreter(tmp_path):
+    template = "{{ messages.__class__ }}{{ ''.__class__.__mro__ }}"
+    tokenizer = load_on_numpy(make_chatml(tmp_path, template=template)).tokenizer
     with pytest.raises(InvalidArgument, match="unsafe"):
         tokenizer.apply_chat_template(USER)
