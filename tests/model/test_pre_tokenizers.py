@@ -61,3 +61,11 @@ def test_nc18_unknown_pre_tokenizer_is_refused_with_the_list_of_the_known(tmp_pa
     with pytest.raises(UnsupportedModel, match=r"pre-tokenizer 'no-such'") as caught:
         load_on_numpy(path)
     assert all(name in str(caught.value) for name in WORD_RULES)
+
+
+@pytest.mark.parametrize("rule", dict.fromkeys(WORD_RULES.values()))
+def test_rl02_long_runs_of_one_kind_are_cut_in_one_pass(rule):
+    """A pattern that tries a run anew from every place of it would take hours."""
+    for character in (" ", "a", "'"):
+        words = rule.splitter().pre_tokenize_str(character * 50_000 + "x")
+        assert sum(len(word) for word, _ in words) == 50_001
