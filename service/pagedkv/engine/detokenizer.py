@@ -76,6 +76,8 @@ class StopChecker:
 
     def push(self, text: str, *, hidden: bool = False) -> tuple[str, bool]:
         """Return the text that is safe to give out and whether a stop string was met (it is cut off)."""
+        if not self._stop:
+            return "" if hidden else text, False
         self._held += text
         self._is_shown += [not hidden] * len(text)
         views = self._views()

@@ -76,18 +76,19 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
 
     async def Tokenize(self, request: Any, context: Any) -> generation_pb2.TokenizeResponse:
         """Return the token ids of a text."""
-        check_text("text", request.text)
+        text: str = request.text
+        check_text("text", text)
 
         def tokenize() -> generation_pb2.TokenizeResponse:
             token_ids = self._tokenizer.encode(
-                request.text, add_special=not request.omit_special, parse_special=request.parse_special
+                text, add_special=not request.omit_special, parse_special=request.parse_special
             )
             response = generation_pb2.TokenizeResponse()
             for at in range(0, len(token_ids), _NUM_COPIED):
                 response.token_ids.extend(token_ids[at : at + _NUM_COPIED])
             return response
 
-        return tokenize() if len(request.text) <= _SHORT_TEXT else await self._texts.run(tokenize)
+        return tokenize() if len(text) <= _SHORT_TEXT else await self._texts.run(tokenize)
 
     async def Detokenize(self, request: Any, context: Any) -> generation_pb2.DetokenizeResponse:
         """Return the text of token ids."""
