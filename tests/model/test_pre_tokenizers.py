@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Regex, pre_tokenizers
 
 from helpers.model_runner import load_on_numpy
-from helpers.tiny_models import make_tiny_model
+from helpers.tiny_models import make_tiny_model, write_json
 from pagedkv.errors import UnsupportedModel
-from pagedkv.model.pre_tokenizers import WORD_RULES
+from pagedkv.model.pre_tokenizers import QUICK_PATTERNS, WORD_RULES
 
 CUTS = [
     ("default", "a+b=12345", ["a", "+", "b", "=", "123", "45"]),
@@ -69,3 +74,21 @@ def test_rl02_long_runs_of_one_kind_are_cut_in_one_pass(rule):
     for character in (" ", "a", "'"):
         words = rule.splitter().pre_tokenize_str(character * 50_000 + "x")
         assert sum(len(word) for word, _ in words) == 50_001
+
+
+@given(st.text(" \t\na1", max_size=12))
+def test_rl02_quick_patterns_match_where_the_models_own_do(text):
+    for own, quick in QUICK_PATTERNS.items():
+        first, second = (pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in (own, quick))
+        assert first.pre_tokenize_str(text) == second.pre_tokenize_str(text)
+
+
+def test_rl02_directory_with_a_slow_pattern_is_read_with_the_quick_one(tmp_path):
+    path = make_tiny_model(tmp_path, format="hf")
+    definition = json.loads((path / "tokenizer.json").read_text("utf-8"))
+    slow = {"type": "Split", "pattern": {"Regex": r"\s+$"}, "behavior": "Isolated", "invert": False}
+    splitter = {"type": "Sequence", "pretokenizers": [slow, definition["pre_tokenizer"]]}
+    write_json(path / "tokenizer.json", definition | {"pre_tokenizer": splitter})
+    tokenizer = load_on_numpy(path).tokenizer
+    text = " " * 200_000 + "x"
+    assert tokenizer.decode(tokenizer.encode(text)) == text

@@ -31,6 +31,9 @@ class WordRule:
         return pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
+# Patterns of models that try a long run anew from every place of it, and ones with the same matches that do not.
+QUICK_PATTERNS: Final = {r"\s+$": r"(?<!\s)\s+$"}
+
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -69,7 +72,7 @@ _DEEPSEEK_LLM = (
     r"[\r\n]",
     rf"\s?[{_DEEPSEEK_LETTERS}]+",
     "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
-    r"(?<!\s)\s+$",  # the look-behind changes no match, and spares one try for each space of a long run
+    QUICK_PATTERNS[r"\s+$"],
     _HAN_AND_HANGUL,
     r"\p{N}",
 )

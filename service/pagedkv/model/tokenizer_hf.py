@@ -15,6 +15,7 @@ from pagedkv.model.config import ModelConfig, refuse_option
 from pagedkv.model.end_tokens import end_texts_of, looks_like_control
 from pagedkv.model.hf_config import read_json_file
 from pagedkv.model.hf_special import named_special_tokens
+from pagedkv.model.pre_tokenizers import QUICK_PATTERNS
 from pagedkv.model.seals import Seals
 from pagedkv.model.token_text import byte_level_bytes, sentencepiece_bytes
 from pagedkv.model.tokenizer import SpecialTokens, Tokenizer
@@ -112,7 +113,21 @@ def _seal(
     for text, token_id in control.items():
         if seals.rename(text) not in declared:
             entries.append({"id": token_id, "content": seals.rename(text), **flags, **changes})
-    return definition | {"added_tokens": entries, "model": _seal_model(definition["model"], seals)}
+    splitter = _quicken(definition.get("pre_tokenizer"))
+    model = _seal_model(definition["model"], seals)
+    return definition | {"added_tokens": entries, "model": model, "pre_tokenizer": splitter}
+
+
+def _quicken(step: Any) -> Any:
+    """Return a pre-tokenizer with the same matches whose patterns take time in proportion to the text."""
+    if isinstance(step, list):
+        return [_quicken(item) for item in step]
+    if not isinstance(step, dict):
+        return step
+    pattern = step.get("Regex")
+    if isinstance(pattern, str):
+        return {**step, "Regex": QUICK_PATTERNS.get(pattern, pattern)}
+    return {key: _quicken(value) for key, value in step.items()}
 
 
 def _seal_entry(entry: dict[str, Any], seals: Seals, changes: Mapping[str, bool]) -> dict[str, Any]:
