@@ -19,7 +19,7 @@ from helpers.waiting import PATIENCE, until
 from helpers.wire import assert_attention, make_queries, make_rows
 from pagedkv import errors
 from pagedkv.client import AsyncClient
-from pagedkv.client.asynchronous import make_attend_request
+from pagedkv.client.requests import make_attend_request
 from pagedkv.rpc.health import HealthService
 from pagedkv.rpc.server import Server, ServerConfig, _channel_options
 from pagedkv.v1 import kv_cache_pb2, kv_cache_pb2_grpc
@@ -227,6 +227,7 @@ async def test_reflection_lists_the_services():
         "pagedkv.v1.KvCache",
         "pagedkv.v1.Generation",
         "grpc.health.v1.Health",
+        "grpc.reflection.v1.ServerReflection",
         "grpc.reflection.v1alpha.ServerReflection",
     }
 

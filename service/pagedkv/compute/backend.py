@@ -79,7 +79,7 @@ class AttentionResult:
 class WeightData:
     """A matrix as its file stores it: `data` is raw bytes (memory-mapped where the format allows).
 
-    `kind` is "F32", "F16", "BF16" or a GGML block type: "Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K". Rows are outputs:
+    `kind` is "F32", "F16", "BF16" or a GGML block type such as "Q4_0" or "Q6_K". Rows are outputs:
     y[n] = sum_k w[n, k] x[k].
     """
 
@@ -145,6 +145,9 @@ class DenseOps(Protocol):
     `readers` are the weights of the linear layers that alone will read a result: it may come in the form that these
     layers read, which nothing but `linear` and `linear_many` with these weights takes.
     """
+
+    def stored_kind(self, kind: str) -> str:
+        """Return the kind that a matrix of this kind has once loaded: another one where no kernel reads its own."""
 
     def load_weight(self, weight: WeightData) -> Tensor:
         """Make a weight usable by the operations below; keeps the file's own representation where it can."""

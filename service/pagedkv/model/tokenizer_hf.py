@@ -11,15 +11,19 @@ from tokenizers import Tokenizer as TokenizersTokenizer
 
 from pagedkv.errors import InvalidModelFile
 from pagedkv.model.chat_template import ChatTemplate
-from pagedkv.model.config import ModelConfig, refuse_option
+from pagedkv.model.config import ModelConfig, library_refusals, refuse_option
 from pagedkv.model.end_tokens import end_texts_of, looks_like_control
 from pagedkv.model.hf_config import read_json_file
 from pagedkv.model.hf_special import named_special_tokens
+from pagedkv.model.mapped_file import read_bytes
 from pagedkv.model.pre_tokenizers import QUICK_PATTERNS
 from pagedkv.model.seals import Seals
+from pagedkv.model.shown import shown
 from pagedkv.model.token_text import byte_level_bytes, sentencepiece_bytes
 from pagedkv.model.tokenizer import SpecialTokens, Tokenizer
 
+_SAMPLE = "Hello, world 123\n\u00e9\u4e16\U0001f600"
+_MAX_TEMPLATE_BYTES = 1 << 20
 _SENTENCEPIECE_STEPS = ("Replace", "ByteFallback", "Fuse", "Strip", "Metaspace")
 
 
@@ -55,12 +59,11 @@ def read_hf_tokenizer(directory: Path, config: ModelConfig) -> Tokenizer:
 
 
 def _load(path: Path, data: bytes) -> TokenizersTokenizer:
-    try:
+    with library_refusals(path, "not a tokenizer"):
         encoder = TokenizersTokenizer.from_buffer(data)
-    except Exception as error:  # the library raises plain Exception
-        raise InvalidModelFile(f"{path}: not a tokenizer: {error}", file=path) from error
-    encoder.no_padding()
-    encoder.no_truncation()
+        encoder.no_padding()
+        encoder.no_truncation()
+        encoder.encode(_SAMPLE)  # some faults show only now
     return encoder
 
 
@@ -188,18 +191,32 @@ def _strips_space(definition: dict[str, Any]) -> bool:
 def _adds_bos(encoder: TokenizersTokenizer, bos_token_id: int | None, options: dict[str, Any]) -> bool:
     """The tokenizer's own post-processor decides, unless its configuration states it."""
     stated = options.get("add_bos_token")
-    if isinstance(stated, bool):
-        if stated and bos_token_id is None:
-            raise InvalidModelFile("tokenizer_config.json: add_bos_token is true, but no bos_token is known")
+    if stated is not None and not isinstance(stated, bool):
+        raise InvalidModelFile(f"tokenizer_config.json: add_bos_token must be true or false, got {shown(stated)}")
+    if stated and bos_token_id is None:
+        raise InvalidModelFile("tokenizer_config.json: add_bos_token is true, but no bos_token is known")
+    if stated is not None:
         return stated
     first = encoder.encode("", add_special_tokens=True).ids[:1]
     return bos_token_id is not None and first == [bos_token_id]
 
 
+def _read_text(path: Path) -> str:
+    try:
+        return read_bytes(path, _MAX_TEMPLATE_BYTES).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidModelFile(f"{path}: is not UTF-8 at byte {error.start}", file=path) from error
+
+
 def _read_template(directory: Path, options: dict[str, Any]) -> str | None:
     path = directory / "chat_template.jinja"
-    source = path.read_text("utf-8") if path.is_file() else options.get("chat_template")
+    source = _read_text(path) if path.is_file() else options.get("chat_template")
     if isinstance(source, list):  # several named templates
-        by_name = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
-        source = by_name.get("default")
-    return source if isinstance(source, str) else None
+        named = [entry for entry in source if isinstance(entry, dict) and entry.get("name") == "default"]
+        source = named[-1].get("template") if named else None
+    if source is None:
+        return None
+    if not isinstance(source, str):
+        path = directory / "tokenizer_config.json"
+        raise InvalidModelFile(f"{path}: chat_template must be a string, got {shown(source)}", file=path)
+    return source

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from pagedkv.cache import CacheManager
 from pagedkv.compute.backend import Backend
@@ -19,6 +18,7 @@ from pagedkv.rpc.generation import GenerationService, NoModelService
 from pagedkv.rpc.health import HealthService
 from pagedkv.rpc.interceptors import ErrorInterceptor, NullRpcObserver, RpcObserver
 from pagedkv.rpc.kv_cache import KvCacheService
+from pagedkv.rpc.reflection import enable_reflection
 from pagedkv.v1 import generation_pb2, generation_pb2_grpc, kv_cache_pb2, kv_cache_pb2_grpc
 
 _MIN_PING_INTERVAL_MS = 10_000  # clients may keep a connection alive through a long silent prefill
@@ -75,10 +75,7 @@ class Server:
         kv_cache_pb2_grpc.add_KvCacheServicer_to_server(self._kv_cache, self._server)  # type: ignore[no-untyped-call]
         generation = NoModelService() if engine is None else GenerationService(engine)
         generation_pb2_grpc.add_GenerationServicer_to_server(generation, self._server)  # type: ignore[no-untyped-call]
-        reflection.enable_server_reflection(
-            (*_SERVICES, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME),
-            self._server,
-        )
+        enable_reflection((*_SERVICES, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name), self._server)
         self._served = _SERVICES if engine is not None else _SERVICES[:1]
         self.port = 0
 
