@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 import pagedkv
-from pagedkv.template.worker import CPU_SECONDS, read_frame, write_frame
+from pagedkv.template.worker import read_frame, write_frame
 
 MAX_PROCESSES: Final = 2
+CPU_SECONDS = 2.0  # of one rendering, its compilation included
 _WALL_SECONDS: Final = 60.0  # for a process that gets no time on a busy machine
 _START = "from pagedkv.template.worker import main; main()"
 
@@ -38,7 +39,7 @@ class TemplateProcesses:
     """One template and the processes that render it. Safe to call from any thread."""
 
     def __init__(self, source: str, special: Mapping[str, str | Sequence[str]]) -> None:
-        self._setup = json.dumps({"source": source, "special": special}).encode()
+        self._setup = json.dumps({"source": source, "special": special, "cpu_seconds": CPU_SECONDS}).encode()
         self._places = threading.BoundedSemaphore(MAX_PROCESSES)
         self._idle: deque[_Process] = deque()
 

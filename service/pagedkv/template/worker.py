@@ -18,7 +18,6 @@ from jinja2 import Template
 from pagedkv.template.environment import ChatEnvironment, special_texts
 from pagedkv.template.origin import LAST, Text, origins_of, runs_of, said, written
 
-CPU_SECONDS: Final = 2.0  # of one rendering, its compilation included
 MEMORY_BYTES: Final = 512 * 2**20  # beyond what the interpreter has taken at its start
 MAX_RENDERED_BYTES: Final = 2 * 2**20  # of UTF-8
 _MAX_MESSAGE = 1_000  # characters of an error
@@ -33,10 +32,10 @@ def main() -> None:
     """Serve standard input until it ends."""
     reader, writer = sys.stdin.buffer, sys.stdout.buffer
     _bound_memory()
-    setup = read_frame(reader)
-    renderer = None if setup is None else _Renderer(json.loads(setup))
+    setup = json.loads(read_frame(reader) or "{}")
+    renderer = _Renderer(setup) if setup else None
     while renderer is not None and (frame := read_frame(reader)) is not None:
-        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)  # nobody handles its signal: it ends the process
+        signal.setitimer(signal.ITIMER_PROF, setup["cpu_seconds"])  # nobody handles its signal: it ends the process
         answer = renderer.answer(frame)
         signal.setitimer(signal.ITIMER_PROF, 0.0)
         write_frame(writer, answer)
