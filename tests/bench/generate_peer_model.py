@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 from pagedkv.model import read_model_config
 from pagedkv.model.config import ModelConfig
 from pagedkv.model.gguf_file import GgufFile
+from pagedkv.model.tokenizer import Tokenizer
 from pagedkv.model.tokenizer_gguf import read_gguf_tokenizer
 from pagedkv.model.weights import GGUF_NAMES, HF_NAMES
 
@@ -31,11 +32,19 @@ def make_hf_directory(source: Path, target: Path) -> Path:
     target.mkdir(parents=True, exist_ok=True)
     config, file = read_model_config(source), GgufFile(source)
     save_file(_tensors(file, config), target / "model.safetensors", metadata={"format": "pt"})
-    encoder: Any = read_gguf_tokenizer(file, config)._encoder
-    encoder.save(str(target / "tokenizer.json"))
+    (target / "tokenizer.json").write_text(_tokenizer_json(read_gguf_tokenizer(file, config)), "utf-8")
     _write_json(target / "tokenizer_config.json", _tokenizer_config(file))
     _write_json(target / "config.json", _hf_config(config))
     return target
+
+
+def _tokenizer_json(tokenizer: Tokenizer) -> str:
+    """Return the encoder's definition with the control tokens' own texts in the place of their seals."""
+    encoder: Any = tokenizer._encoder
+    definition: str = encoder.to_str()
+    for text in tokenizer._special_texts.values():
+        definition = definition.replace(tokenizer._seals.rename(text), json.dumps(text, ensure_ascii=False)[1:-1])
+    return definition
 
 
 def dequantize(file: GgufFile, name: str) -> np.ndarray:

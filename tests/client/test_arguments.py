@@ -84,6 +84,7 @@ REFUSED = {
     "add_special": NO_FLAG,
     "parse_special": NO_FLAG,
     "skip_special": NO_FLAG,
+    "continue_final_message": NO_FLAG,
 }
 REFUSED_IN = {  # where None is no value, though it is one elsewhere
     ("attend", "layer"): [None],

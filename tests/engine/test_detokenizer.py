@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pagedkv.engine.detokenizer import IncrementalDetokenizer, StopChecker
@@ -64,19 +64,75 @@ def test_gn02_text_before_the_stop_in_the_same_token_is_kept():
     assert StopChecker(["\n"]).push("?\n") == ("?", True)
 
 
-@given(st.text("ab", max_size=30), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3), st.data())
-def test_stop_checker_any_cut_into_deltas_gives_the_text_before_the_first_stop(text, stops, data):
-    checker, given_out, stopped, at = StopChecker(stops), "", False, 0
-    while at < len(text) and not stopped:
-        length = data.draw(st.integers(1, 5))
-        delta, stopped = checker.push(text[at : at + length])
+def first_stop(text: str, stops: list[str]) -> tuple[str, bool]:
+    """The rule, one character at a time: the first complete one, and of several the longest."""
+    for end in range(1, len(text) + 1):
+        complete = [stop for stop in stops if text[:end].endswith(stop)]
+        if complete:
+            return text[: end - max(map(len, complete))], True
+    return text, False
+
+
+def run_checker(stops, pieces) -> tuple[str, bool]:
+    """Feed (text, hidden) pieces; return what was given out and whether a stop was met."""
+    checker, given_out = StopChecker(stops), ""
+    for piece, hidden in pieces:
+        delta, stopped = checker.push(piece, hidden=hidden)
         given_out += delta
+        if stopped:
+            return given_out, True
+    return given_out + checker.flush(), False
+
+
+def cut(text: str, lengths: list[int]) -> list[str]:
+    """Cut a text into pieces of these lengths, over and over."""
+    pieces, at = [], 0
+    while at < len(text):
+        length = lengths[len(pieces) % len(lengths)]
+        pieces.append(text[at : at + length])
         at += length
-    given_out += "" if stopped else checker.flush()
-    found = [text.find(stop) for stop in stops if stop in text]
-    assert stopped == bool(found)
-    if not found:
-        assert given_out == text
-    else:  # a stop that ends later may begin earlier, but nothing behind the first complete one is ever given out
-        assert text.startswith(given_out)
-        assert not any(stop in given_out for stop in stops)
+    return pieces
+
+
+STOPS = st.lists(st.text("abc", min_size=1, max_size=5), max_size=4)
+LENGTHS = st.lists(st.integers(1, 6), min_size=1, max_size=8)
+
+
+@given(st.text("abc", max_size=40), STOPS, LENGTHS)
+@example("xabcdy", ["abcd", "bc"], [1])
+@example("xabcdy", ["abcd", "bc"], [6])
+@example("xabcdy", ["abcd", "bc"], [2, 3])
+@example("aab", ["aab", "ab", "b"], [3])
+@example("aaab", ["aab"], [1, 2])
+def test_stop_strings_give_the_same_text_however_the_tokens_fall(text, stops, lengths):
+    pieces = [(piece, False) for piece in cut(text, lengths)]
+    assert run_checker(stops, pieces) == first_stop(text, stops)
+
+
+@given(st.lists(st.tuples(st.text("abc", max_size=6), st.booleans()), max_size=8), STOPS, LENGTHS)
+def test_tk09_hidden_pieces_give_the_same_text_however_the_shown_ones_are_cut(pieces, stops, lengths):
+    whole = [(character, hidden) for text, hidden in pieces for character in text]
+    finer = [(part, hidden) for text, hidden in pieces for part in cut(text, lengths)]
+    assert run_checker(stops, pieces) == run_checker(stops, whole) == run_checker(stops, finer)
+
+
+@given(st.lists(st.tuples(st.text("abc", max_size=6), st.booleans()), max_size=8), STOPS)
+def test_tk09_no_stop_string_is_given_out_and_nothing_hidden_is(pieces, stops):
+    given_out, stopped = run_checker(stops, pieces)
+    shown = "".join(text for text, hidden in pieces if not hidden)
+    assert shown.startswith(given_out)
+    assert not any(stop in given_out for stop in stops)
+    assert stopped or given_out == shown
+
+
+@given(st.text("ab", max_size=12), STOPS)
+def test_text_is_held_back_no_longer_than_it_can_begin_a_stop_string(text, stops):
+    checker, given_out = StopChecker(stops), ""
+    for character in text:
+        delta, stopped = checker.push(character)
+        given_out += delta
+        if stopped:
+            return
+    held = text[len(given_out) :]
+    assert not held or any(stop.startswith(held) for stop in stops)
+    assert not any(stop.startswith(text[at:]) for stop in stops for at in range(len(given_out)))

@@ -19,7 +19,7 @@ from helpers.scripted_engine import (
     submit,
 )
 from helpers.waiting import PATIENCE, until
-from pagedkv.engine import FinishReason
+from pagedkv.engine import FinishReason, SamplingParams, check_token_ids
 from pagedkv.errors import (
     DeviceLost,
     Draining,
@@ -265,6 +265,65 @@ async def test_gn01_gn02_stop_strings_are_cut_exactly(token_ids, stop, text, rea
         result = await collect(submit(engine, make_prompt(3), max_tokens=5, stop=(stop,)))
         assert (result.text, result.finish_reason) == (text, reason)
         assert result.token_ids == token_ids[: len(result.token_ids)]
+
+
+# After "ab" the model says <|end|> (9), which is no end of the model's own, then "cd".
+NAMED_STOPS = [
+    (("<|end|>",), True, "ab", 3),
+    (("<|end|>",), False, "ab", 3),
+    (("b<|end|>",), True, "a", 3),
+    (("b<|end|>",), False, "a", 3),
+    (("<|end|>c",), True, "ab", 4),
+    (("bc",), True, "a", 4),
+    (("bc",), False, "ab<|end|>cd", 5),
+    (("end", "|>c"), False, "ab<|", 3),
+    ((), True, "abcd", 5),
+    ((), False, "ab<|end|>cd", 5),
+]
+
+
+@pytest.mark.parametrize(("stop", "skip_special", "text", "num_tokens"), NAMED_STOPS)
+async def test_tk09_stop_strings_may_name_control_tokens_shown_or_not(stop, skip_special, text, num_tokens):
+    tokenizer = ByteTokenizer(special={9: "<|end|>"})
+    decoder = ScriptedDecoder(forced(3, [97, 98, 9, 99, 100]))
+    async with scripted_engine(decoder=decoder, tokenizer=tokenizer) as (engine, _, _):
+        stream = submit(engine, make_prompt(3), max_tokens=5, stop=stop, skip_special=skip_special)
+        result = await collect(stream)
+    assert (result.text, len(result.token_ids)) == (text, num_tokens)
+    assert result.finish_reason == ("length" if text.endswith("d") else "stop")
+
+
+@pytest.mark.parametrize("skip_special", [True, False])
+@pytest.mark.parametrize(("stop", "text"), [((), "ab"), (("b<|end|>",), "a"), (("b<|endless|>",), "ab")])
+async def test_tk09_the_token_that_ends_the_text_is_never_shown(skip_special, stop, text):
+    tokenizer = ByteTokenizer(special={9: "<|end|>"})
+    decoder = ScriptedDecoder(forced(3, [97, 98, 9]))
+    async with scripted_engine(decoder=decoder, tokenizer=tokenizer, eos_token_ids=(9,)) as (engine, _, _):
+        result = await collect(submit(engine, make_prompt(3), max_tokens=9, stop=stop, skip_special=skip_special))
+    assert (result.text, result.finish_reason) == (text, "stop")
+
+
+LIMITS = {
+    "stop: must hold at most 64": {"stop": ("a",) * 65},
+    "stop: entry 1 must hold 1 to 256": {"stop": ("a", "b" * 257)},
+    "stop: entry 0 must hold 1 to 256": {"stop": ("",)},
+    "stop_token_ids: must hold at most 1024": {"stop_token_ids": (1,) * 1_025},
+}
+
+
+@pytest.mark.parametrize("message", LIMITS)
+def test_rl02_more_than_a_field_may_hold_is_refused_naming_field_limit_and_value(message):
+    with pytest.raises(InvalidArgument, match=message) as caught:
+        SamplingParams(**LIMITS[message])
+    assert {"field", "limit", "value"} <= set(caught.value.details)
+
+
+def test_rl02_token_ids_are_checked_anywhere_in_a_long_list():
+    ids = list(range(100)) * 500
+    check_token_ids("token_ids", ids, 100)
+    for at, bad in [(0, -1), (16_384, 100), (49_999, 2**40)]:
+        with pytest.raises(InvalidArgument, match=rf"token_ids\[{at}\]: must be in \[0, 100\), got {bad}"):
+            check_token_ids("token_ids", [*ids[:at], bad, *ids[at + 1 :]], 100)
 
 
 @pytest.mark.parametrize(("ignore_eos", "num_tokens"), [(False, 5), (True, 8)])

@@ -28,8 +28,9 @@ class TextTokenizer(ByteTokenizer):
     def decode(self, token_ids: list[int], *, skip_special: bool = True) -> str:
         return b"".join(map(self.token_bytes, token_ids)).decode(errors="replace")
 
-    def apply_chat_template(self, messages: list[dict[str, Any]]) -> list[int]:
-        return self.encode("".join(f"{message['role']}: {message['content']}\n" for message in messages))
+    def apply_chat_template(self, messages: list[dict[str, Any]], *, continue_final_message: bool = False) -> list[int]:
+        text = "".join(f"{message['role']}: {message['content']}\n" for message in messages)
+        return self.encode(text.removesuffix("\n") if continue_final_message else text)
 
 
 class _OnDevice:

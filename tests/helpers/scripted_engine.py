@@ -118,13 +118,17 @@ def walk(prompt: Sequence[int], num_tokens: int) -> list[int]:
 
 
 class ByteTokenizer:
-    """One token a byte; `texts` overrides some tokens' bytes."""
+    """One token a byte; `texts` overrides some tokens' bytes, `special` makes some control tokens."""
 
-    def __init__(self, texts: dict[int, bytes] | None = None) -> None:
-        self._texts = texts or {}
+    def __init__(self, texts: dict[int, bytes] | None = None, special: dict[int, str] | None = None) -> None:
+        self._special = special or {}
+        self._texts = (texts or {}) | dict.fromkeys(self._special, b"")
 
     def token_bytes(self, token_id: int) -> bytes:
         return self._texts.get(token_id, bytes([token_id]))
+
+    def special_text(self, token_id: int) -> str:
+        return self._special.get(token_id, "")
 
 
 def forced(prompt_length: int, token_ids: Sequence[int]) -> Callable[[int, int], int]:

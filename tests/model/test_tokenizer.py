@@ -176,12 +176,10 @@ def test_template_that_fails_or_reaches_out_refuses_the_messages(tmp_path, sourc
         tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])
 
 
-def test_model_without_a_template_refuses_chat_and_a_broken_one_refuses_to_load(tmp_path):
-    tokenizer = make_tokenizer(tmp_path / "a", overrides={"tokenizer.chat_template": None})
+def test_model_without_a_template_refuses_chat(tmp_path):
+    tokenizer = make_tokenizer(tmp_path, overrides={"tokenizer.chat_template": None})
     with pytest.raises(InvalidArgument, match="no chat template"):
         tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])
-    with pytest.raises(UnsupportedModel, match="does not compile"):
-        make_tokenizer(tmp_path / "b", overrides={"tokenizer.chat_template": "{% for %}"})
 
 
 def test_chat_template_is_found_beside_the_tokenizer(tmp_path):
@@ -201,7 +199,7 @@ def test_template_options_trim_blocks_and_loop_controls_hold():
         "{% for m in messages %}\n  {% if loop.index > 1 %}{% break %}{% endif %}\n{{ m.content }}{% endfor %}"
     )
     messages = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
-    assert template.render(messages, False, ()).text == "a"
+    assert template.render(messages, False).text == "a"
 
 
 @pytest.mark.parametrize("template", ["{{ bos_token }}" + CHAT_TEMPLATE, CHAT_TEMPLATE.replace("<|im_start|>", "")])
@@ -251,9 +249,7 @@ def test_tk_13_decoding_asks_the_library_nothing(message):
     """Text comes from our own table, so no error text of the library can matter: this encoder always raises."""
 
     class Raising:
-        encode_special_tokens = True
-
-        def encode(self, text, *, add_special_tokens):
+        def encode_batch_fast(self, texts, *, add_special_tokens):
             raise RuntimeError(message)
 
     tokenizer = Tokenizer(Raising(), [b"a", b"\xf0\x9f", None], SpecialTokens({"<x>": 2}), vocab_size=4)
@@ -265,23 +261,6 @@ def test_unknown_pre_tokenizer_and_tokenizer_model_are_refused_by_name(tmp_path)
         make_tokenizer(tmp_path / "a", overrides={"tokenizer.ggml.pre": "chatglm-bpe"})
     with pytest.raises(UnsupportedModel, match=r"tokenizer model 'bert'"):
         make_tokenizer(tmp_path / "b", overrides={"tokenizer.ggml.model": "bert"})
-
-
-@pytest.mark.parametrize(
-    ("pre", "text", "pieces"),
-    [
-        ("gpt-2", "Hello world123  it's", ["Hello", " world", "123", " ", " it", "'s"]),
-        ("smollm", "Hello world123", ["Hello", " world", "1", "2", "3"]),
-        ("llama-bpe", "Hello world12345\n\n it's", ["Hello", " world", "123", "45", "\n\n", " it", "'s"]),
-        ("qwen2", "Hello world12", ["Hello", " world", "1", "2"]),
-        ("default", "a+b=12345", ["a", "+", "b", "=", "123", "45"]),
-    ],
-)
-def test_pre_tokenizer_splits_where_its_name_says(tmp_path, pre, text, pieces):
-    tokenizer = make_tokenizer(tmp_path, overrides={"tokenizer.ggml.pre": pre})
-    assert [piece for piece, _ in tokenizer._encoder.pre_tokenizer.pre_tokenize_str(text)] == [
-        piece.replace(" ", "Ġ").replace("\n", "Ċ") for piece in pieces
-    ]
 
 
 def test_sentencepiece_joins_the_best_scored_pair_first_and_falls_back_to_bytes(tmp_path):

@@ -207,13 +207,17 @@ class AsyncClient:
         stop: str | Sequence[str] = (),
         stop_token_ids: Sequence[int] | Array = (),
         ignore_eos: bool = False,
+        skip_special: bool = True,
+        continue_final_message: bool = False,
         salt: bytes | None = None,
         timeout: float | None = None,
     ) -> AsyncIterator[Chunk]:
         """Stream a generation from a prompt, token ids or chat messages (exactly one of them).
 
         A message is {"role": ..., "content": ...}; the content is a string or a list of {"type": "text", "text": ...},
-        which are joined. Closing the iterator early cancels the generation and frees its blocks.
+        which are joined. `continue_final_message` lets the model go on with the last of them, which must be of the
+        assistant; without `skip_special` control tokens are shown as text. Closing the iterator early cancels the
+        generation and frees its blocks.
         """
         request = generate_request(
             prompt,
@@ -227,6 +231,8 @@ class AsyncClient:
             stop=stop,
             stop_token_ids=stop_token_ids,
             ignore_eos=ignore_eos,
+            skip_special=skip_special,
+            continue_final_message=continue_final_message,
             salt=salt,
         )
         return self._stream(request, optional(seconds, "timeout", timeout))

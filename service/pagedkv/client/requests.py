@@ -117,6 +117,8 @@ def generate_request(
     stop_token_ids: Any,
     ignore_eos: Any,
     salt: Any,
+    skip_special: Any = True,
+    continue_final_message: Any = False,
 ) -> generation_pb2.GenerateRequest:
     """Return the message of AsyncClient.generate."""
     sampling = generation_pb2.SamplingOptions(
@@ -130,9 +132,10 @@ def generate_request(
         stop=texts("stop", stop),
         stop_token_ids=integers("stop_token_ids", stop_token_ids, 0, INT32_MAX),
         ignore_eos=flag("ignore_eos", ignore_eos),
+        keep_special=not flag("skip_special", skip_special),
     )
-    salt = optional(octets, "salt", salt)
-    return generation_pb2.GenerateRequest(**_prompt(prompt, token_ids, messages), sampling=sampling, salt=salt)
+    asked = _prompt(prompt, token_ids, messages, flag("continue_final_message", continue_final_message))
+    return generation_pb2.GenerateRequest(**asked, sampling=sampling, salt=optional(octets, "salt", salt))
 
 
 def tokenize_request(prompt: Any, add_special: Any, parse_special: Any) -> generation_pb2.TokenizeRequest:
@@ -152,15 +155,17 @@ def detokenize_request(token_ids: Any, skip_special: Any) -> generation_pb2.Deto
     )
 
 
-def _prompt(prompt: Any, token_ids: Any, messages: Any) -> dict[str, Any]:
+def _prompt(prompt: Any, token_ids: Any, messages: Any, is_continued: bool) -> dict[str, Any]:
     given = [value for value in (prompt, token_ids, messages) if value is not None]
     if len(given) != 1:
         refuse("prompt", "give exactly one of prompt, token_ids and messages", len(given), 1)
+    if is_continued and messages is None:
+        refuse("continue_final_message", "must come with messages", is_continued, "messages")
     if prompt is not None:
         return {"text": generation_pb2.TextPrompt(text=text("prompt", prompt))}
     if token_ids is not None:
         return {"tokens": generation_pb2.TokenPrompt(token_ids=_ids("token_ids", token_ids))}
-    return {"chat": generation_pb2.ChatPrompt(messages=to_turns(messages))}
+    return {"chat": generation_pb2.ChatPrompt(messages=to_turns(messages), continue_final_message=is_continued)}
 
 
 def _ids(field: str, numbers: Any) -> list[int]:

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+import numpy as np
+
 from pagedkv.cache import CacheManager, SwapPlan
 from pagedkv.compute.backend import Backend
 from pagedkv.compute.swap import submit_swap
@@ -33,6 +35,7 @@ from pagedkv.errors import (
 from pagedkv.model import Decoder, ModelConfig, StepInput, Tokenizer
 
 _log = logging.getLogger(__name__)
+_NUM_CHECKED = 2**14  # ids looked at in one go: turning them into an array holds the interpreter
 _LAUNCH_SECONDS = 0.001  # a job launches its kernels within this time
 _BLOCKED_POLL_SECONDS = 0.02  # how soon to look again when other holders of the pool keep every request waiting
 
@@ -152,6 +155,7 @@ class Engine:
             max_tokens=max_tokens,
             stop_token_ids=frozenset((*eos_token_ids, *sampling.stop_token_ids)),
             token_bytes=self.tokenizer.token_bytes,
+            special_text=self.tokenizer.special_text,
             stream=stream,
             now=time.perf_counter(),
         )
@@ -160,6 +164,17 @@ class Engine:
         self._wake.set()
         self._observer.on_queued(request_id, state.num_prompt_tokens, request.trace_context)
         return stream
+
+    def check_prompt_length(self, num_tokens: int) -> None:
+        """Raise SequenceTooLong or OutOfBlocks for a prompt that can never run."""
+        pool_tokens = self._cache.config.num_blocks * self._cache.config.block_size
+        if num_tokens > pool_tokens:
+            needed = -(-num_tokens // self._cache.config.block_size)
+            usage, total = self._cache.usage(), self._cache.config.num_blocks
+            raise OutOfBlocks(needed=needed, free=self._cache.num_available(), evictable=usage.cached, total=total)
+        if num_tokens >= self.max_model_len:
+            limit = self.max_model_len - 1
+            raise SequenceTooLong("the prompt leaves no room for a new token", num_tokens=num_tokens, limit=limit)
 
     def _end_all(self, error: DeviceLost) -> None:
         """End every request with the error; `_check_open` refuses later ones by it."""
@@ -179,17 +194,9 @@ class Engine:
         """Return the number of tokens the request may generate."""
         vocab_size, prompt = self.model_config.vocab_size, request.prompt_token_ids
         require(len(prompt) > 0, "prompt", "must hold at least one token", len(prompt), 1)
+        self.check_prompt_length(len(prompt))
         check_token_ids("prompt_token_ids", prompt, vocab_size)
         check_token_ids("stop_token_ids", request.sampling.stop_token_ids, vocab_size)
-        pool_tokens = self._cache.config.num_blocks * self._cache.config.block_size
-        if len(prompt) > pool_tokens:
-            needed = -(-len(prompt) // self._cache.config.block_size)
-            usage, total = self._cache.usage(), self._cache.config.num_blocks
-            raise OutOfBlocks(needed=needed, free=self._cache.num_available(), evictable=usage.cached, total=total)
-        if len(prompt) >= self.max_model_len:
-            raise SequenceTooLong(
-                "the prompt leaves no room for a new token", num_tokens=len(prompt), limit=self.max_model_len - 1
-            )
         return min(request.sampling.max_tokens, self.max_model_len - len(prompt))
 
     async def _run(self) -> None:
@@ -342,10 +349,13 @@ class Engine:
 
 def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
     """Raise InvalidArgument naming the first position whose id is outside [0, vocab_size)."""
-    for position, token_id in enumerate(token_ids):
-        require(
-            0 <= token_id < vocab_size, f"{field}[{position}]", f"must be in [0, {vocab_size})", token_id, vocab_size
-        )
+    for start in range(0, len(token_ids), _NUM_CHECKED):
+        ids = np.fromiter(token_ids[start : start + _NUM_CHECKED], np.int64)
+        outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+        if outside.size:
+            at = int(outside[0])
+            what = f"must be in [0, {vocab_size})"
+            require(False, f"{field}[{start + at}]", what, int(ids[at]), vocab_size)
 
 
 def _report(chunks: Sequence[ScheduledChunk], step: StepInput, seconds: float) -> StepReport:

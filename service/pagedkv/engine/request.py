@@ -8,6 +8,10 @@ from enum import StrEnum
 
 from pagedkv.config import require
 
+MAX_STOPS = 64
+MAX_STOP_LENGTH = 256  # characters
+MAX_STOP_TOKEN_IDS = 1_024
+MAX_SALT_BYTES = 1_024
 GREEDY_TEMPERATURE = 1e-5  # at or below, sampling is greedy: dividing logits by less overflows float32
 
 
@@ -18,6 +22,11 @@ class FinishReason(StrEnum):
     LENGTH = "length"  # max_tokens or the model's context limit
     CANCELLED = "cancelled"
     ERROR = "error"
+
+
+def check_count(field: str, count: int, limit: int) -> None:
+    """Raise InvalidArgument for more entries than a field may hold."""
+    require(count <= limit, field, f"must hold at most {limit}", count, limit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +41,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    skip_special: bool = True  # control tokens add nothing to the text
 
     def __post_init__(self) -> None:
         require(self.max_tokens >= 1, "max_tokens", "must be at least 1", self.max_tokens, 1)
@@ -39,7 +49,11 @@ class SamplingParams:
         require(finite and self.temperature >= 0, "temperature", "must be finite and at least 0", self.temperature, 0)
         require(self.top_k >= 0, "top_k", "must be at least 0 (0 means no limit)", self.top_k, 0)
         require(0 < self.top_p <= 1, "top_p", "must be in (0, 1]", self.top_p, "(0, 1]")
-        require(all(self.stop), "stop", "must hold no empty string", self.stop)
+        check_count("stop", len(self.stop), MAX_STOPS)
+        for at, length in enumerate(map(len, self.stop)):
+            what = f"entry {at} must hold 1 to {MAX_STOP_LENGTH} characters"
+            require(0 < length <= MAX_STOP_LENGTH, "stop", what, length, MAX_STOP_LENGTH)
+        check_count("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
         require(self.seed is None or 0 <= self.seed < 2**64, "seed", "must fit 64 bits", self.seed, 2**64 - 1)
 
 

@@ -21,6 +21,7 @@ class RequestState:
         max_tokens: int,
         stop_token_ids: frozenset[int],
         token_bytes: Callable[[int], bytes],
+        special_text: Callable[[int], str],
         stream: GenerationStream,
         now: float,
     ) -> None:
@@ -41,6 +42,8 @@ class RequestState:
         self._stop_token_ids = stop_token_ids
         self._detokenizer = IncrementalDetokenizer(token_bytes, request.prompt_token_ids)
         self._stop_checker = StopChecker(request.sampling.stop)
+        self._special_text = special_text
+        self._skip_special = request.sampling.skip_special
         self._unsent_token_ids: list[int] = []
         self._unsent_text = ""
 
@@ -58,17 +61,29 @@ class RequestState:
         """Append a sampled token and end the request if it is the last; `send` tells its reader."""
         self.token_ids.append(token_id)
         self._unsent_token_ids.append(token_id)
-        if token_id in self._stop_token_ids:
-            self._unsent_text += self._stop_checker.flush()
-            self.finish_reason = FinishReason.STOP
-            return
-        text, is_stopped = self._stop_checker.push(self._detokenizer.push(token_id))
+        is_end = token_id in self._stop_token_ids
+        text, is_stopped = self._take_text(token_id, is_end)
         self._unsent_text += text
-        if is_stopped:
+        if is_stopped or is_end:
             self.finish_reason = FinishReason.STOP
         elif self.num_output_tokens >= self._max_tokens:
-            self._unsent_text += self._stop_checker.flush()
             self.finish_reason = FinishReason.LENGTH
+        if self.finish_reason is not None and not is_stopped:
+            self._unsent_text += self._stop_checker.flush()
+
+    def _take_text(self, token_id: int, is_end: bool) -> tuple[str, bool]:
+        """Return what a token makes certain of the text, and whether a stop string is complete.
+
+        A stop string may name a control token, whether such are shown or not; a token that ends the text is not shown.
+        """
+        special = self._special_text(token_id)
+        if special and (is_end or self._skip_special):
+            return self._stop_checker.push(special, hidden=True)
+        if is_end:
+            return "", False
+        return self._stop_checker.push(
+            self._detokenizer.push_text(special) if special else self._detokenizer.push(token_id)
+        )
 
     def send(self) -> None:
         """Give the reader the text that became certain, and the end if there is one."""

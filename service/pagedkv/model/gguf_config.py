@@ -17,7 +17,9 @@ from pagedkv.model.config import (
     refuse_architecture,
     refuse_option,
 )
+from pagedkv.model.end_tokens import end_texts_of
 from pagedkv.model.gguf_file import GgufSource
+from pagedkv.model.pre_tokenizers import WORD_RULES
 from pagedkv.model.rope import RopeConfig
 
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")  # Mistral files say llama
@@ -35,10 +37,7 @@ _NEUTRAL = {
 }
 _DIVISORS = "rope_freqs.weight"
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
-# Control tokens that end a turn, whatever the metadata's end id says: some files name only one of two.
-_END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>")
-_CONTROL = 3
-_BOS_BY_DEFAULT = ("llama-bpe", "llama3", "llama-v3")
+_BOS_BY_DEFAULT = tuple(name for name, rule in WORD_RULES.items() if rule.adds_bos)
 
 
 def read_gguf_config(file: GgufSource) -> ModelConfig:
@@ -164,15 +163,11 @@ def _read_divisors(file: GgufSource, rotary_dim: int) -> tuple[float, ...] | Non
 
 def _end_token_ids(tokens: Fields) -> frozenset[int]:
     ids = frozenset[int]().union(*(tokens.token_ids(key) for key in _END_KEYS))
-    names, types = tokens.get("tokens"), tokens.get("token_type")
-    if not isinstance(names, list) or not isinstance(types, list):
+    names = tokens.get("tokens")
+    if not isinstance(names, list):
         return ids
-    named = {
-        index
-        for index, (name, kind) in enumerate(zip(names, types, strict=False))
-        if kind == _CONTROL and name in _END_TOKENS
-    }
-    return ids | named
+    end_texts = end_texts_of(name for name in names if isinstance(name, str))
+    return ids | {index for index, name in enumerate(names) if name in end_texts}
 
 
 def _adds_bos(tokens: Fields, bos_token_id: int | None) -> bool:

@@ -71,6 +71,12 @@ def load_model(path: Path, backend: Backend, say: Callable[[str], None] = _log.i
                 weights = backend.submit(lambda: plan.load(backend)).result()
         except MemoryError as error:
             raise DeviceError(f"{path}: there is not enough memory for its weights") from error
+    config = replace(
+        config,
+        bos_token_id=tokenizer.bos_token_id,
+        add_bos=tokenizer.add_bos,
+        eos_token_ids=tokenizer.eos_token_ids,
+    )
     if not config.eos_token_ids:
         warnings.warn(f"{path}: no end token is known; texts end by length or stop strings only", stacklevel=2)
     return LoadedModel(config, Decoder(config, weights, backend), tokenizer)

@@ -6,13 +6,16 @@ import math
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers
 from tokenizers import Tokenizer as TokenizersTokenizer
 
 from pagedkv.errors import InvalidModelFile
 from pagedkv.model.chat_template import ChatTemplate
 from pagedkv.model.config import Fields, ModelConfig, library_refusals, refuse_option
+from pagedkv.model.end_tokens import end_texts_of, looks_like_control
 from pagedkv.model.gguf_file import GgufSource
+from pagedkv.model.pre_tokenizers import WORD_RULES
+from pagedkv.model.seals import Seals
 from pagedkv.model.shown import shown
 from pagedkv.model.token_text import byte_level_bytes, sentencepiece_bytes
 from pagedkv.model.tokenizer import SpecialTokens, Tokenizer
@@ -21,26 +24,18 @@ _UNDEFINED, _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(7
 _MAX_CONTROL_TOKENS = 1 << 16
 _MAX_PIECE = 128  # characters of a SentencePiece token
 _SPACE = "▁"
-
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_REST}"
-_QWEN2 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_REST}"
-
-# Pre-tokenizer name -> the patterns that split a text, one after another.
-_SPLITS: dict[str, tuple[str, ...]] = {
-    "gpt-2": (_GPT2,),
-    "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"),
-    "smollm": (r"\p{N}", _GPT2),
-    "llama-bpe": (_LLAMA3,),
-    "llama3": (_LLAMA3,),
-    "llama-v3": (_LLAMA3,),
-    "qwen2": (_QWEN2,),
-    "deepseek-r1-qwen": (_QWEN2,),
+# The names that chat templates use, and the keys that GGUF has for them ("seperator" is how it spells it).
+_NAMES = {
+    "bos_token": ("bos_token_id",),
+    "eos_token": ("eos_token_id",),
+    "unk_token": ("unknown_token_id",),
+    "sep_token": ("seperator_token_id", "separator_token_id"),
+    "pad_token": ("padding_token_id",),
+    "cls_token": ("cls_token_id",),
+    "mask_token": ("mask_token_id",),
+    "eot_token": ("eot_token_id",),
+    "eom_token": ("eom_token_id",),
 }
-_WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3")  # a piece that is a token needs no merges
-_NFC = ("qwen2", "deepseek-r1-qwen")
 
 
 def read_gguf_tokenizer(file: GgufSource, config: ModelConfig) -> Tokenizer:
@@ -59,6 +54,10 @@ class _Builder:
             raise self._fail(
                 f"{len(self._tokens)} tokens, {len(self._types)} types, a vocabulary of {config.vocab_size}"
             )
+        self._named = self._read_named()
+        self._ends = config.eos_token_ids | self._ids_of(end_texts_of(self._tokens))
+        self._control = self._find_control()
+        self._seals = Seals(self._control)
 
     def _read_types(self) -> list[int]:
         if self._metadata.get("tokenizer.ggml.token_type") is None:
@@ -84,23 +83,29 @@ class _Builder:
 
     def _byte_level(self) -> TokenizersTokenizer:
         name = self._metadata.get("tokenizer.ggml.pre", "default")
-        if not isinstance(name, str) or name not in _SPLITS:
-            raise refuse_option(self._path, "pre-tokenizer", name, ", ".join(_SPLITS))
-        merges = [tuple(merge.split(" ")) for merge in self._list("merges", str)]
-        encoder = self._make(merges, ignore_merges=name in _WHOLE_WORDS)
-        if name in _NFC:
-            encoder.normalizer = normalizers.NFC()
-        splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in _SPLITS[name]]
-        encoder.pre_tokenizer = pre_tokenizers.Sequence(
-            [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-        )
+        if not isinstance(name, str) or name not in WORD_RULES:
+            raise refuse_option(self._path, "pre-tokenizer", name, ", ".join(WORD_RULES))
+        rule = WORD_RULES[name]
+        merges = [pair for merge in self._list("merges", str) if not self._touches_control(pair := _split_merge(merge))]
+        encoder = self._make(merges, ignore_merges=rule.whole_words)
+        if (normalizer := rule.normalizer()) is not None:
+            encoder.normalizer = normalizer
+        encoder.pre_tokenizer = rule.splitter()
         encoder.decoder = decoders.ByteLevel()
         return encoder
+
+    def _touches_control(self, pair: tuple[str, ...]) -> bool:
+        return "".join(pair) in self._control or any(part in self._control for part in pair)
 
     def _sentencepiece(self, adds_space: bool) -> TokenizersTokenizer:
         """SentencePiece's BPE joins the pair whose result scores best: the same as merges ranked by that score."""
         unknown = next((t for t, kind in zip(self._tokens, self._types, strict=True) if kind == _UNKNOWN), None)
-        encoder = self._make(self._scored_merges(), unk_token=unknown, byte_fallback=True, fuse_unk=True)
+        encoder = self._make(
+            self._scored_merges(),
+            unk_token=None if unknown is None else self._seals.rename(unknown),
+            byte_fallback=True,
+            fuse_unk=True,
+        )
         replace = normalizers.Replace(" ", _SPACE)
         encoder.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), replace]) if adds_space else replace
         return encoder
@@ -112,7 +117,11 @@ class _Builder:
         wrong = next((index for index, score in enumerate(scores) if not math.isfinite(score)), None)
         if wrong is not None:
             raise self._fail_item("scores", wrong, "must be a finite number", scores[wrong])
-        usable = {token: i for i, token in enumerate(self._tokens) if self._types[i] in (_NORMAL, _USER_DEFINED)}
+        usable = {
+            token: i
+            for i, token in enumerate(self._tokens)
+            if self._types[i] in (_NORMAL, _USER_DEFINED) and token not in self._control
+        }
         longest = max(usable, key=len, default="")
         if len(longest) > _MAX_PIECE:  # every way to cut a piece in two is tried
             rule = f"must have at most {_MAX_PIECE} characters, has {len(longest)}"
@@ -126,55 +135,67 @@ class _Builder:
         return [(self._tokens[left], self._tokens[right]) for _, left, right in found]
 
     def _make(self, merges: list[Any], **options: Any) -> TokenizersTokenizer:
-        vocabulary = {token: index for index, token in enumerate(self._tokens)}
+        rename = self._seals.rename
+        vocabulary = {rename(token): index for index, token in enumerate(self._tokens)}
         with library_refusals(self._path, "the vocabulary and its merges do not fit"):
             encoder = TokenizersTokenizer(models.BPE(vocabulary, merges, **options))
-        control = [AddedToken(t, special=True, normalized=False) for t in self._of_type(_CONTROL)]
+        control = [AddedToken(rename(t), special=True, normalized=False) for t in self._control]
         user = [AddedToken(t, special=False, normalized=False) for t in self._of_type(_USER_DEFINED)]
         encoder.add_special_tokens(control)
         encoder.add_tokens(user)
         return encoder
 
     def _of_type(self, kind: int) -> list[str]:
-        return [token for token, token_type in zip(self._tokens, self._types, strict=True) if token_type == kind]
+        typed = zip(self._tokens, self._types, strict=True)
+        return [token for token, token_type in typed if token_type == kind and token not in self._control]
+
+    def _read_named(self) -> dict[str, int]:
+        """Return the ids of the named tokens by the names that templates use."""
+        found = {}
+        for name, keys in _NAMES.items():
+            for key in keys:
+                token_id = self._metadata.get(f"tokenizer.ggml.{key}")
+                if type(token_id) is int and 0 <= token_id < len(self._tokens):
+                    found[name] = token_id
+        return found
+
+    def _ids_of(self, texts: frozenset[str]) -> frozenset[int]:
+        return frozenset(i for i, token in enumerate(self._tokens) if token in texts)
+
+    def _find_control(self) -> dict[str, int]:
+        """Return control tokens by text: by type, and whatever their type the ends and named tokens that look so."""
+        likely = self._ends | set(self._named.values())
+        return {
+            token: i
+            for i, (token, kind) in enumerate(zip(self._tokens, self._types, strict=True))
+            if token and (kind == _CONTROL or (i in likely and looks_like_control(token)))
+        }
 
     def _finish(self, encoder: TokenizersTokenizer, to_bytes: Any, *, strips_space: bool) -> Tokenizer:
         config = self._config
         source = self._metadata.get("tokenizer.chat_template")
         if source is not None and not isinstance(source, str):
             raise self._fail(f"tokenizer.chat_template must be a string, got {shown(source)}")
+        named = {name: self._tokens[token_id] for name, token_id in self._named.items()}
         return Tokenizer(
             encoder,
             [self._token_bytes(index, to_bytes) for index in range(len(self._tokens))],
-            SpecialTokens(
-                {t: i for i, t in enumerate(self._tokens) if self._types[i] == _CONTROL and t},
-                config.bos_token_id,
-                config.add_bos,
-                config.eos_token_ids,
-            ),
+            SpecialTokens(self._control, config.bos_token_id, config.add_bos, self._ends),
             vocab_size=config.vocab_size,
+            seals=self._seals,
             strips_space=strips_space,
-            chat_template=None
-            if not isinstance(source, str)
-            else ChatTemplate(
-                source,
-                bos_token=self._text(config.bos_token_id),
-                eos_token=self._text(self._metadata.get("tokenizer.ggml.eos_token_id")),
-            ),
+            chat_template=ChatTemplate(source, named) if isinstance(source, str) else None,
         )
 
     def _token_bytes(self, index: int, to_bytes: Any) -> bytes | None:
         token, kind = self._tokens[index], self._types[index]
-        if kind == _CONTROL:
+        if token in self._control:
             return None
         if kind == _USER_DEFINED and to_bytes is byte_level_bytes:
             return token.encode()
         if kind == _UNUSED or (kind == _UNKNOWN and to_bytes is sentencepiece_bytes):
             return b""
         return bytes(to_bytes(token))
-
-    def _text(self, token_id: Any) -> str:
-        return self._tokens[token_id] if type(token_id) is int and token_id < len(self._tokens) else ""
 
     def _list(self, key: str, kind: type) -> list[Any]:
         values = self._metadata.get(f"tokenizer.ggml.{key}")
@@ -190,3 +211,7 @@ class _Builder:
 
     def _fail(self, what: str) -> InvalidModelFile:
         return InvalidModelFile(f"{self._path}: {what}", file=self._path)
+
+
+def _split_merge(merge: str) -> tuple[str, ...]:
+    return tuple(merge.split(" "))

@@ -24,41 +24,41 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpagedkv/v1/generation.proto\x12\npagedkv.v1\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"7\n\nChatPrompt\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.pagedkv.v1.ChatMessage\"\x1a\n\nTextPrompt\x12\x0c\n\x04text\x18\x01 \x01(\t\" \n\x0bTokenPrompt\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\"\xe6\x01\n\x0fSamplingOptions\x12\x17\n\nmax_tokens\x18\x01 \x01(\x03H\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\x12\n\x05top_p\x18\x04 \x01(\x01H\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x03\x88\x01\x01\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\x05\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x07\n\x05_seed\"\xe1\x01\n\x0fGenerateRequest\x12&\n\x04text\x18\x01 \x01(\x0b\x32\x16.pagedkv.v1.TextPromptH\x00\x12)\n\x06tokens\x18\x02 \x01(\x0b\x32\x17.pagedkv.v1.TokenPromptH\x00\x12&\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x16.pagedkv.v1.ChatPromptH\x00\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.pagedkv.v1.SamplingOptions\x12\x11\n\x04salt\x18\x05 \x01(\x0cH\x01\x88\x01\x01\x42\x08\n\x06promptB\x07\n\x05_salt\"\xb8\x01\n\x10GenerateResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12/\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x18.pagedkv.v1.FinishReason\x12\x1a\n\x12prompt_token_count\x18\x04 \x01(\x03\x12\x1a\n\x12\x63\x61\x63hed_token_count\x18\x05 \x01(\x03\x12\x1a\n\x12output_token_count\x18\x06 \x01(\x03\"\x15\n\x13GetModelInfoRequest\"q\n\x14GetModelInfoResponse\x12\x14\n\x0c\x61rchitecture\x18\x01 \x01(\t\x12\x17\n\x0fvocabulary_size\x18\x02 \x01(\x05\x12\x13\n\x0btoken_limit\x18\x03 \x01(\x03\x12\x15\n\reos_token_ids\x18\x04 \x03(\x05\"L\n\x0fTokenizeRequest\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x14\n\x0comit_special\x18\x02 \x01(\x08\x12\x15\n\rparse_special\x18\x03 \x01(\x08\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\"<\n\x11\x44\x65tokenizeRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\x14\n\x0ckeep_special\x18\x02 \x01(\x08\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t*|\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x32\xbc\x02\n\nGeneration\x12G\n\x08Generate\x12\x1b.pagedkv.v1.GenerateRequest\x1a\x1c.pagedkv.v1.GenerateResponse0\x01\x12Q\n\x0cGetModelInfo\x12\x1f.pagedkv.v1.GetModelInfoRequest\x1a .pagedkv.v1.GetModelInfoResponse\x12\x45\n\x08Tokenize\x12\x1b.pagedkv.v1.TokenizeRequest\x1a\x1c.pagedkv.v1.TokenizeResponse\x12K\n\nDetokenize\x12\x1d.pagedkv.v1.DetokenizeRequest\x1a\x1e.pagedkv.v1.DetokenizeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpagedkv/v1/generation.proto\x12\npagedkv.v1\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"W\n\nChatPrompt\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.pagedkv.v1.ChatMessage\x12\x1e\n\x16\x63ontinue_final_message\x18\x02 \x01(\x08\"\x1a\n\nTextPrompt\x12\x0c\n\x04text\x18\x01 \x01(\t\" \n\x0bTokenPrompt\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\"\xfc\x01\n\x0fSamplingOptions\x12\x17\n\nmax_tokens\x18\x01 \x01(\x03H\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\x12\n\x05top_p\x18\x04 \x01(\x01H\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x03\x88\x01\x01\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\x05\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12\x14\n\x0ckeep_special\x18\t \x01(\x08\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x07\n\x05_seed\"\xe1\x01\n\x0fGenerateRequest\x12&\n\x04text\x18\x01 \x01(\x0b\x32\x16.pagedkv.v1.TextPromptH\x00\x12)\n\x06tokens\x18\x02 \x01(\x0b\x32\x17.pagedkv.v1.TokenPromptH\x00\x12&\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x16.pagedkv.v1.ChatPromptH\x00\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.pagedkv.v1.SamplingOptions\x12\x11\n\x04salt\x18\x05 \x01(\x0cH\x01\x88\x01\x01\x42\x08\n\x06promptB\x07\n\x05_salt\"\xb8\x01\n\x10GenerateResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12/\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x18.pagedkv.v1.FinishReason\x12\x1a\n\x12prompt_token_count\x18\x04 \x01(\x03\x12\x1a\n\x12\x63\x61\x63hed_token_count\x18\x05 \x01(\x03\x12\x1a\n\x12output_token_count\x18\x06 \x01(\x03\"\x15\n\x13GetModelInfoRequest\"q\n\x14GetModelInfoResponse\x12\x14\n\x0c\x61rchitecture\x18\x01 \x01(\t\x12\x17\n\x0fvocabulary_size\x18\x02 \x01(\x05\x12\x13\n\x0btoken_limit\x18\x03 \x01(\x03\x12\x15\n\reos_token_ids\x18\x04 \x03(\x05\"L\n\x0fTokenizeRequest\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x14\n\x0comit_special\x18\x02 \x01(\x08\x12\x15\n\rparse_special\x18\x03 \x01(\x08\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\"<\n\x11\x44\x65tokenizeRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\x14\n\x0ckeep_special\x18\x02 \x01(\x08\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t*|\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x32\xbc\x02\n\nGeneration\x12G\n\x08Generate\x12\x1b.pagedkv.v1.GenerateRequest\x1a\x1c.pagedkv.v1.GenerateResponse0\x01\x12Q\n\x0cGetModelInfo\x12\x1f.pagedkv.v1.GetModelInfoRequest\x1a .pagedkv.v1.GetModelInfoResponse\x12\x45\n\x08Tokenize\x12\x1b.pagedkv.v1.TokenizeRequest\x1a\x1c.pagedkv.v1.TokenizeResponse\x12K\n\nDetokenize\x12\x1d.pagedkv.v1.DetokenizeRequest\x1a\x1e.pagedkv.v1.DetokenizeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pagedkv.v1.generation_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=1209
-  _globals['_FINISHREASON']._serialized_end=1333
+  _globals['_FINISHREASON']._serialized_start=1263
+  _globals['_FINISHREASON']._serialized_end=1387
   _globals['_CHATMESSAGE']._serialized_start=43
   _globals['_CHATMESSAGE']._serialized_end=87
   _globals['_CHATPROMPT']._serialized_start=89
-  _globals['_CHATPROMPT']._serialized_end=144
-  _globals['_TEXTPROMPT']._serialized_start=146
-  _globals['_TEXTPROMPT']._serialized_end=172
-  _globals['_TOKENPROMPT']._serialized_start=174
-  _globals['_TOKENPROMPT']._serialized_end=206
-  _globals['_SAMPLINGOPTIONS']._serialized_start=209
-  _globals['_SAMPLINGOPTIONS']._serialized_end=439
-  _globals['_GENERATEREQUEST']._serialized_start=442
-  _globals['_GENERATEREQUEST']._serialized_end=667
-  _globals['_GENERATERESPONSE']._serialized_start=670
-  _globals['_GENERATERESPONSE']._serialized_end=854
-  _globals['_GETMODELINFOREQUEST']._serialized_start=856
-  _globals['_GETMODELINFOREQUEST']._serialized_end=877
-  _globals['_GETMODELINFORESPONSE']._serialized_start=879
-  _globals['_GETMODELINFORESPONSE']._serialized_end=992
-  _globals['_TOKENIZEREQUEST']._serialized_start=994
-  _globals['_TOKENIZEREQUEST']._serialized_end=1070
-  _globals['_TOKENIZERESPONSE']._serialized_start=1072
-  _globals['_TOKENIZERESPONSE']._serialized_end=1109
-  _globals['_DETOKENIZEREQUEST']._serialized_start=1111
-  _globals['_DETOKENIZEREQUEST']._serialized_end=1171
-  _globals['_DETOKENIZERESPONSE']._serialized_start=1173
-  _globals['_DETOKENIZERESPONSE']._serialized_end=1207
-  _globals['_GENERATION']._serialized_start=1336
-  _globals['_GENERATION']._serialized_end=1652
+  _globals['_CHATPROMPT']._serialized_end=176
+  _globals['_TEXTPROMPT']._serialized_start=178
+  _globals['_TEXTPROMPT']._serialized_end=204
+  _globals['_TOKENPROMPT']._serialized_start=206
+  _globals['_TOKENPROMPT']._serialized_end=238
+  _globals['_SAMPLINGOPTIONS']._serialized_start=241
+  _globals['_SAMPLINGOPTIONS']._serialized_end=493
+  _globals['_GENERATEREQUEST']._serialized_start=496
+  _globals['_GENERATEREQUEST']._serialized_end=721
+  _globals['_GENERATERESPONSE']._serialized_start=724
+  _globals['_GENERATERESPONSE']._serialized_end=908
+  _globals['_GETMODELINFOREQUEST']._serialized_start=910
+  _globals['_GETMODELINFOREQUEST']._serialized_end=931
+  _globals['_GETMODELINFORESPONSE']._serialized_start=933
+  _globals['_GETMODELINFORESPONSE']._serialized_end=1046
+  _globals['_TOKENIZEREQUEST']._serialized_start=1048
+  _globals['_TOKENIZEREQUEST']._serialized_end=1124
+  _globals['_TOKENIZERESPONSE']._serialized_start=1126
+  _globals['_TOKENIZERESPONSE']._serialized_end=1163
+  _globals['_DETOKENIZEREQUEST']._serialized_start=1165
+  _globals['_DETOKENIZEREQUEST']._serialized_end=1225
+  _globals['_DETOKENIZERESPONSE']._serialized_start=1227
+  _globals['_DETOKENIZERESPONSE']._serialized_end=1261
+  _globals['_GENERATION']._serialized_start=1390
+  _globals['_GENERATION']._serialized_end=1706
 # @@protoc_insertion_point(module_scope)

@@ -56,9 +56,11 @@ class ChatMessage(_message.Message):
     ROLE_FIELD_NUMBER: _builtins.int
     CONTENT_FIELD_NUMBER: _builtins.int
     role: _builtins.str
-    """"system", "user" or "assistant". Required."""
+    """"system", "user", "assistant" or another name that the model's template knows: letters, digits and "_", at most 64
+    characters. Required. Templates may make control tokens of it.
+    """
     content: _builtins.str
-    """Its text; control tokens in it stay plain text."""
+    """Its text; control tokens in it stay plain text, whatever the template does with it."""
     def __init__(
         self,
         *,
@@ -75,23 +77,32 @@ Global___ChatMessage: _TypeAlias = ChatMessage  # noqa: Y015
 
 @_typing.final
 class ChatPrompt(_message.Message):
-    """A conversation for the model's chat template."""
+    """A conversation for the model's chat template. INVALID_ARGUMENT with field "messages" and the template's own words where
+    the template does not parse, refuses the conversation, or takes more than 2 s of processor time, 512 MiB of memory or
+    2 MiB of output.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     MESSAGES_FIELD_NUMBER: _builtins.int
+    CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _builtins.int
+    continue_final_message: _builtins.bool
+    """Let the model go on with the last message, which must be of the assistant: the prompt ends with what the template
+    leaves of it, and no new turn is begun. Without it a last message of the assistant is refused.
+    """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
-        """The turns, at least one."""
+        """The turns, 1 to 4,096; their contents hold at most 1 MiB of UTF-8 together."""
 
     def __init__(
         self,
         *,
         messages: _abc.Iterable[Global___ChatMessage] | None = ...,
+        continue_final_message: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["continue_final_message", b"continue_final_message", "messages", b"messages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -105,7 +116,7 @@ class TextPrompt(_message.Message):
 
     TEXT_FIELD_NUMBER: _builtins.int
     text: _builtins.str
-    """Any text, not empty; control tokens in it stay plain text."""
+    """Any text, not empty, at most 1 MiB of UTF-8; control tokens in it stay plain text."""
     def __init__(
         self,
         *,
@@ -128,7 +139,7 @@ class TokenPrompt(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Each in [0, vocabulary size), at least one. Nothing is added."""
+        """Each in [0, vocabulary size), at least one, fewer than the model's token limit. Nothing is added."""
 
     def __init__(
         self,
@@ -157,6 +168,7 @@ class SamplingOptions(_message.Message):
     STOP_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
+    KEEP_SPECIAL_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
     """Most tokens to generate, at least 1, clipped to what the model allows. Absent: 128."""
     temperature: _builtins.float
@@ -169,13 +181,18 @@ class SamplingOptions(_message.Message):
     """Fixes the random stream. Absent: random."""
     ignore_eos: _builtins.bool
     """Go on past the model's own end tokens."""
+    keep_special: _builtins.bool
+    """Show control tokens as text, but for the one that ends the generation."""
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Texts that end the generation; they and what follows are not sent. None may be empty."""
+        """Texts that end the generation; they and what follows are not sent. At most 64, of 1 to 256 characters each. The one
+        that is complete first ends it; of several that are complete with one character, the longest. One may name control
+        tokens by their text, whether such are shown or not.
+        """
 
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Token ids that end the generation, each in [0, vocabulary size)."""
+        """Token ids that end the generation, each in [0, vocabulary size), at most 1,024."""
 
     def __init__(
         self,
@@ -188,10 +205,11 @@ class SamplingOptions(_message.Message):
         stop: _abc.Iterable[_builtins.str] | None = ...,
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         ignore_eos: _builtins.bool = ...,
+        keep_special: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "max_tokens", b"max_tokens", "seed", b"seed", "temperature", b"temperature", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "ignore_eos", b"ignore_eos", "keep_special", b"keep_special", "max_tokens", b"max_tokens", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
@@ -224,7 +242,7 @@ class GenerateRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     SALT_FIELD_NUMBER: _builtins.int
     salt: _builtins.bytes
-    """Separates prefix caches; see AllocateRequest.salt."""
+    """Separates prefix caches, at most 1,024 bytes; see AllocateRequest.salt."""
     @_builtins.property
     def text(self) -> Global___TextPrompt:
         """A text."""
@@ -372,7 +390,7 @@ class TokenizeRequest(_message.Message):
     OMIT_SPECIAL_FIELD_NUMBER: _builtins.int
     PARSE_SPECIAL_FIELD_NUMBER: _builtins.int
     text: _builtins.str
-    """Any text."""
+    """Any text, at most 1 MiB of UTF-8."""
     omit_special: _builtins.bool
     """Leave out the token that the model begins texts with."""
     parse_special: _builtins.bool
@@ -428,7 +446,7 @@ class DetokenizeRequest(_message.Message):
     """Show control tokens as text."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Each in [0, vocabulary size)."""
+        """Each in [0, vocabulary size), at most 262,144, which stand for at most 8 MiB of text."""
 
     def __init__(
         self,
