@@ -12,11 +12,24 @@ HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
 PREEMPTION_MODES = ("recompute", "swap")
 ACTIVATIONS = ("float32", "int16", "int8")  # what linear layers on the CPU may round their inputs to
 
+MAX_SALT_BYTES = 1_024  # of a tenant's salt
+
 
 def require(condition: bool, field: str, message: str, value: object, limit: object = None) -> None:
     """Raise InvalidArgument naming `field`, `value` and `limit` unless `condition` holds."""
     if not condition:
         raise InvalidArgument(f"{message}, got {value!r}", field=field, value=value, limit=limit)
+
+
+def check_length(field: str, value: str | bytes, limit: int) -> None:
+    """Refuse a text or bytes of more than `limit` characters or bytes, without showing it."""
+    unit = "characters" if isinstance(value, str) else "bytes"
+    require(len(value) <= limit, field, f"must be at most {limit} {unit}", len(value), limit)
+
+
+def check_count(field: str, count: int, limit: int) -> None:
+    """Refuse more than `limit` entries."""
+    require(count <= limit, field, f"must hold at most {limit}", count, limit)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from pagedkv.client.tensors import to_array, to_tensor
 from pagedkv.errors import InvalidArgument
 from pagedkv.rpc.convert import attend_answer_bytes, to_attend_answer
 from pagedkv.rpc.intake import parse_tensors, parser_of
-from pagedkv.rpc.limits import MAX_FIELDS, MAX_PLAIN_BYTES, MAX_SMALL_BYTES, MAX_TEXT_BYTES
+from pagedkv.rpc.limits import MAX_FIELDS, MAX_GENERATION_BYTES, MAX_PLAIN_BYTES, MAX_SMALL_BYTES
 from pagedkv.v1 import kv_cache_pb2, tensor_pb2
 
 LARGE, SMALL = 2**17, 16  # bytes of elements that are cut out, that stay
@@ -83,7 +83,7 @@ def test_parts_of_one_tensor_are_joined_and_its_last_elements_count():
         ("/pagedkv.v1.KvCache/Free", MAX_PLAIN_BYTES),
         ("/pagedkv.v1.KvCache/Append", MAX_PLAIN_BYTES),
         ("/pagedkv.v1.KvCache/Step", MAX_PLAIN_BYTES),
-        ("/pagedkv.v1.Generation/Tokenize", MAX_TEXT_BYTES),
+        ("/pagedkv.v1.Generation/Tokenize", MAX_GENERATION_BYTES),
         ("/grpc.health.v1.Health/Check", MAX_SMALL_BYTES),
     ],
 )

@@ -6,12 +6,11 @@ import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from pagedkv.config import require
+from pagedkv.config import check_count, require
 
 MAX_STOPS = 64
 MAX_STOP_LENGTH = 256  # characters
 MAX_STOP_TOKEN_IDS = 1_024
-MAX_SALT_BYTES = 1_024
 GREEDY_TEMPERATURE = 1e-5  # at or below, sampling is greedy: dividing logits by less overflows float32
 
 
@@ -22,11 +21,6 @@ class FinishReason(StrEnum):
     LENGTH = "length"  # max_tokens or the model's context limit
     CANCELLED = "cancelled"
     ERROR = "error"
-
-
-def check_count(field: str, count: int, limit: int) -> None:
-    """Raise InvalidArgument for more entries than a field may hold."""
-    require(count <= limit, field, f"must hold at most {limit}", count, limit)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc
 
-from pagedkv.config import require
+from pagedkv.config import MAX_SALT_BYTES, check_count, check_length, require
 from pagedkv.engine import (
     Engine,
     FinishReason,
@@ -16,7 +16,7 @@ from pagedkv.engine import (
     SamplingParams,
     check_token_ids,
 )
-from pagedkv.engine.request import MAX_SALT_BYTES, MAX_STOP_TOKEN_IDS, MAX_STOPS, check_count
+from pagedkv.engine.request import MAX_STOP_TOKEN_IDS, MAX_STOPS
 from pagedkv.errors import InvalidArgument
 from pagedkv.model.limits import MAX_MESSAGES, MAX_TOKEN_IDS
 from pagedkv.model.tokenizer import check_text
@@ -156,8 +156,7 @@ async def _refuse(context: Any) -> None:
 
 
 def _read_salt(request: generation_pb2.GenerateRequest) -> bytes | None:
-    num_bytes = len(request.salt)
-    require(num_bytes <= MAX_SALT_BYTES, "salt", f"must be at most {MAX_SALT_BYTES} bytes", num_bytes, MAX_SALT_BYTES)
+    check_length("salt", request.salt, MAX_SALT_BYTES)
     return request.salt if request.HasField("salt") else None
 
 

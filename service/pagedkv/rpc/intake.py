@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError, Message
 
 from pagedkv.config import require
 from pagedkv.errors import InvalidArgument
-from pagedkv.rpc.limits import MAX_FIELDS, MAX_PLAIN_BYTES, MAX_SMALL_BYTES, MAX_TEXT_BYTES
+from pagedkv.rpc.limits import MAX_FIELDS, MAX_GENERATION_BYTES, MAX_PLAIN_BYTES, MAX_SMALL_BYTES
 from pagedkv.v1 import kv_cache_pb2, tensor_pb2
 
 M = TypeVar("M", bound=Message)
@@ -51,7 +51,7 @@ def parser_of(method: str, parse: Parser) -> Parser:
     if service == "pagedkv.v1.KvCache":
         kind = _TENSOR_REQUESTS.get(name)
         return (lambda data: parse_tensors(data, kind)) if kind else (lambda data: _parse(data, parse, MAX_PLAIN_BYTES))
-    limit = MAX_TEXT_BYTES if service == "pagedkv.v1.Generation" else MAX_SMALL_BYTES
+    limit = MAX_GENERATION_BYTES if service == "pagedkv.v1.Generation" else MAX_SMALL_BYTES
     return lambda data: _parse(data, parse, limit)
 
 

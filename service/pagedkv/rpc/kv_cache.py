@@ -16,7 +16,7 @@ from pagedkv.cache import CacheManager, PrefixExtras, Reservation, SwapPlan
 from pagedkv.cache.live import MAX_ID_LENGTH
 from pagedkv.compute.backend import Backend
 from pagedkv.compute.swap import submit_swap
-from pagedkv.config import require
+from pagedkv.config import MAX_SALT_BYTES, check_length, require
 from pagedkv.errors import DeviceLost, InvalidArgument, QuotaExceeded
 from pagedkv.rpc.attend import AttendCall, Attended, AttendPlan, plan_attend, read_attend, run_plans, slots_of
 from pagedkv.rpc.batcher import Batcher, Call
@@ -26,10 +26,8 @@ from pagedkv.rpc.interceptors import RpcObserver
 from pagedkv.rpc.limits import (
     MAX_PAGE_TOKEN_LENGTH,
     MAX_REQUEST_ID_LENGTH,
-    MAX_SALT_BYTES,
     CacheLimits,
     check_answer,
-    check_length,
 )
 from pagedkv.rpc.requests import (
     Array,

@@ -13,12 +13,11 @@ from typing import Final
 from pagedkv.config import require
 
 MAX_PLAIN_BYTES: Final = 2 * 2**20  # of a KvCache request without its tensors' elements
-MAX_TEXT_BYTES: Final = 4 * 2**20  # of a Generation request
+MAX_GENERATION_BYTES: Final = 4 * 2**20  # of a Generation request
 MAX_SMALL_BYTES: Final = 64 * 2**10  # of a request of the health and reflection services
 MAX_FIELDS: Final = 16_384  # of a request with large tensors; packed repeated fields count once
 MAX_SEQUENCES: Final = 4_096  # in one call
 MAX_TOKEN_IDS: Final = 2**18  # in one call
-MAX_SALT_BYTES: Final = 1_024
 MAX_REQUEST_ID_LENGTH: Final = 256
 MAX_PAGE_TOKEN_LENGTH: Final = 64
 
@@ -34,17 +33,6 @@ class CacheLimits:
     max_message_bytes: int
     max_sequences: int
     max_known_tokens: int
-
-
-def check_length(field: str, value: str | bytes, limit: int) -> None:
-    """Refuse a text or bytes of more than `limit` characters or bytes, without showing it."""
-    unit = "characters" if isinstance(value, str) else "bytes"
-    require(len(value) <= limit, field, f"must be at most {limit} {unit}", len(value), limit)
-
-
-def check_count(field: str, count: int, limit: int) -> None:
-    """Refuse more than `limit` entries."""
-    require(count <= limit, field, f"must hold at most {limit}", count, limit)
 
 
 def check_answer(field: str, num_bytes: int, limit: int) -> None:

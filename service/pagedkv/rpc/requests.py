@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from pagedkv.cache.live import MAX_ID_LENGTH
-from pagedkv.config import KvShape, require
+from pagedkv.config import KvShape, check_count, check_length, require
 from pagedkv.errors import PositionMismatch
 from pagedkv.rpc.convert import check_shape, to_array
 from pagedkv.rpc.intake import TensorRequest
-from pagedkv.rpc.limits import MAX_SEQUENCES, MAX_TOKEN_IDS, check_count, check_length
+from pagedkv.rpc.limits import MAX_SEQUENCES, MAX_TOKEN_IDS
 from pagedkv.rpc.rows import check_storable
 
 Array = npt.NDArray[Any]
