@@ -251,6 +251,14 @@ def test_rl11_tokenizer_that_cannot_encode_is_refused_at_load(hf_model, scratch)
         load_on_numpy(with_file(hf_model, scratch / "x", "tokenizer.json", definition))
 
 
+@pytest.mark.parametrize("key", ["\u00b2", "9" * 5000, "-1", ""])
+def test_rl11_added_token_under_what_is_no_id_is_passed_over(hf_model, scratch, key):
+    options = {"bos_token": "<new>", "added_tokens_decoder": {key: {"content": "<new>"}}}
+    model = load_or_refuse(with_file(hf_model, scratch / "x", "tokenizer_config.json", options))
+    assert isinstance(model, LoadedModel)
+    assert model.config.bos_token_id is None
+
+
 def test_rl11_begin_token_outside_the_vocabulary_is_refused(gguf_model, scratch):
     changes = {
         "tokenizer__ggml__bos_token_id": Typed(UINT32, 2**31 - 1),
