@@ -151,7 +151,7 @@ def test_nc19_kind_without_a_kernel_is_converted_and_equals_float64_product(make
 
 def test_nc19_conversion_of_many_rows_goes_some_rows_at_a_time(make_ops, monkeypatch):
     monkeypatch.setattr(dequantize, "_CHUNK_WEIGHTS", 3 * 256)
-    for kind in ("Q3_K", "IQ4_NL"):
+    for kind in ("Q3_K", "IQ4_NL", "Q2_K"):
         weight, values = make_weight(kind, 10, 256)
         rows = make_ops().embedding(make_ops().load_weight(weight), np.arange(10, dtype=np.int32))
         np.testing.assert_array_equal(rows, values.astype(np.float32))

@@ -23,8 +23,9 @@ from helpers.open_files import open_handles
 from helpers.tiny_models import make_tiny_model, sentencepiece_vocabulary, write_json
 from pagedkv.compute.layout import KvLayout
 from pagedkv.errors import DeviceError, InvalidModelFile, UnsupportedModel
-from pagedkv.model import LoadedModel, load, load_model, read_model_config
+from pagedkv.model import LoadedModel, load, load_model, read_model_config, tokenizer_gguf
 from pagedkv.model.rope import ROPE_KINDS, RopeConfig
+from pagedkv.model.safetensors_file import SafetensorsFile
 from pagedkv.model.shown import shown
 
 KEYS = ("general.alignment", "split.count", "llama.rope.scaling.type", "llama.rope.scaling.factor", "llama.vocab_size")
@@ -234,6 +235,30 @@ def test_rl11_add_bos_token_of_a_wrong_type_is_refused(hf_model, scratch, value)
         load_on_numpy(path)
 
 
+def test_rl11_more_control_tokens_than_a_pattern_takes_are_refused(gguf_model, scratch, monkeypatch):
+    monkeypatch.setattr(tokenizer_gguf, "_MAX_CONTROL_TOKENS", 1)
+    path = with_keys(gguf_model, scratch / "x.gguf")
+    with pytest.raises(
+        InvalidModelFile, match=r"x\.gguf: tokenizer\.ggml\.token_type has [23] control tokens, at most 1"
+    ):
+        load_on_numpy(path)
+
+
+def test_rl11_tokenizer_that_cannot_encode_is_refused_at_load(hf_model, scratch):
+    definition = json.loads((hf_model / "tokenizer.json").read_text())
+    definition["model"] = {"type": "WordLevel", "unk_token": "x", "vocab": {}}
+    with pytest.raises(InvalidModelFile, match=r"tokenizer\.json: not a tokenizer: "):
+        load_on_numpy(with_file(hf_model, scratch / "x", "tokenizer.json", definition))
+
+
+@pytest.mark.parametrize("key", ["\u00b2", "9" * 5000, "-1", ""])
+def test_rl11_added_token_under_what_is_no_id_is_passed_over(hf_model, scratch, key):
+    options = {"bos_token": "<new>", "added_tokens_decoder": {key: {"content": "<new>"}}}
+    model = load_or_refuse(with_file(hf_model, scratch / "x", "tokenizer_config.json", options))
+    assert isinstance(model, LoadedModel)
+    assert model.config.bos_token_id is None
+
+
 def test_rl11_begin_token_outside_the_vocabulary_is_refused(gguf_model, scratch):
     changes = {
         "tokenizer__ggml__bos_token_id": Typed(UINT32, 2**31 - 1),
@@ -338,6 +363,13 @@ def test_rl11_tensor_entry_of_any_wrong_type_is_refused_with_its_name(hf_model, 
     (field,) = change
     needle = "d?type" if field == "dtype" else field
     assert re.search(rf"'model\.norm\.weight'.* {needle} ", str(answer))
+
+
+def test_rl11_tensor_of_more_dimensions_than_any_is_refused_before_they_are_multiplied(tmp_path):
+    header = json.dumps({"t": {"dtype": "F32", "shape": [2**61] * 9, "data_offsets": [0, 4]}}).encode()
+    (tmp_path / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    with pytest.raises(InvalidModelFile, match=r"x\.safetensors: tensor 't' .*shape must list at most 8"):
+        SafetensorsFile(tmp_path / "x.safetensors")
 
 
 # --- JSON

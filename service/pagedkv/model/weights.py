@@ -150,7 +150,6 @@ class WeightPlan:
         self._path, self._config, self._source, self._names = path, config, source, names
         self._tensors = source.tensors
         self._used: set[str] = set()
-        self._unloaded: set[str] = set()
         vocabulary = (config.vocab_size, config.hidden_size)
         self._require(names.embedding, vocabulary)
         self._require(names.norm, (config.hidden_size,))
@@ -165,10 +164,10 @@ class WeightPlan:
     def conversions(self, ops: DenseOps) -> list[Conversion]:
         """Return what loading turns into another kind because no kernel of the backend reads the stored one."""
         found: dict[str, Conversion] = {}
-        for name in sorted(self._used - self._unloaded):
+        for name in sorted(self._used):
             entry = self._tensors[name]
             into = ops.stored_kind(entry.kind)
-            if len(entry.shape) == 2 and into != entry.kind:
+            if into != entry.kind:
                 known = found.get(entry.kind, Conversion(entry.kind, into, 0, 0, 0))
                 loaded_bytes = kind_bytes(into, math.prod(entry.shape))
                 found[entry.kind] = known.plus(entry.num_bytes, loaded_bytes)
@@ -238,7 +237,6 @@ class WeightPlan:
         if head not in self._tensors:
             return
         self._used.add(head)
-        self._unloaded.add(head)
         first, second = self._source.weight(head), self._source.weight(embedding)
         if first.kind != second.kind or not np.array_equal(first.data, second.data):
             warnings.warn(
