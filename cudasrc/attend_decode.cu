@@ -169,7 +169,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attend_decode(ATTEND_P
         if constexpr (is_quantized(STORAGE)) {
             const float before = largest_scale;
             largest_scale = fmaxf(largest_scale, warp_max(scales[kTokens + (lane & (kTokens - 1))]));
-            inverse_scale = largest_scale > 0.0f ? 1.0f / largest_scale : 0.0f;
+            inverse_scale = invert_scale(largest_scale);
             if (largest_scale > 0.0f) shrink = before / largest_scale;
         }
         uint32 high[kRowTiles][2], low[kRowTiles][2];  // the weights as operand B

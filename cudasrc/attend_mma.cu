@@ -162,7 +162,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attend_mma(ATTEND_PARA
             const float before = largest_scale;
             for (int t = lane; t < TILE_TOKENS; t += 32) largest_scale = fmaxf(largest_scale, scales[TILE_TOKENS + t]);
             largest_scale = warp_max(largest_scale);
-            if (largest_scale > 0.0f) inverse_scale = 1.0f / largest_scale, shrink = before / largest_scale;
+            inverse_scale = invert_scale(largest_scale);
+            if (largest_scale > 0.0f) shrink = before / largest_scale;
         }
         float factors[2];
 #pragma unroll

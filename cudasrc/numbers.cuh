@@ -16,6 +16,8 @@ typedef long long int64;
 #define INT8 4
 
 #define NEGATIVE_INFINITY __int_as_float(0xFF800000)  // INFINITY is not defined at run-time compilation
+#define POSITIVE_INFINITY __int_as_float(0x7F800000)
+#define NOT_A_NUMBER __int_as_float(0x7FC00000)
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 
@@ -58,6 +60,9 @@ __device__ __forceinline__ float float_from_int8(uint32 word, int index) {
 __device__ __forceinline__ uint32 int8_from_float(float value) {
     return (uint32)__float2int_rn(fminf(fmaxf(value, -127.0f), 127.0f)) & 0xFFu;
 }
+
+// 1 / a scale of values; 0 for a scale whose reciprocal no float holds, which only a block from elsewhere can have.
+__device__ __forceinline__ float invert_scale(float scale) { return scale > 1e-37f ? 1.0f / scale : 0.0f; }
 
 // Two floats into one register of two 16-bit numbers, `low` in the lower half.
 template <int kStorage>

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from cuda.bindings import driver as real
 
 from helpers.captured_twins import BLOCK_SIZE, MIN_PARTITION, NUM_BLOCKS, Twins, open_backend, pool_of, run, submit
 from helpers.tiny_models import make_tiny_model
@@ -212,7 +213,7 @@ def test_a_fault_of_a_replay_fails_its_step_and_every_later_one(opened):
     twins, driver = opened
     twins.add(0, 4)
     run(twins.captured, twins.step_of([0]))
-    driver.fail["cuGraphLaunch"] = 2
+    driver.fail, driver.fail_code = {"cuGraphLaunch": 2}, real.CUresult.CUDA_ERROR_LAUNCH_FAILED
     with pytest.raises(DeviceError, match="cuGraphLaunch"):
         run(twins.captured, twins.step_of([0]))
     with pytest.raises(DeviceError, match="cuGraphLaunch"):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pagedkv.cache import CacheManager
-from pagedkv.cli.backends import OnProgress, Say, open_backend
+from pagedkv.cli.backends import OnProgress, Say, open_backend, open_pools, working_bytes
 from pagedkv.cli.options import ServeOptions
 from pagedkv.compute.backend import Backend
 from pagedkv.compute.cpu.backend import CpuBackend
@@ -110,6 +110,7 @@ def build_service(
     try:
         model = None if path is None else load_model(path, backend)
         backend.warm_up()
+        open_pools(backend, options, say, working_bytes(options, config))
     except BaseException:
         backend.close()
         raise

@@ -23,7 +23,7 @@ FIXED_KEYS = 64  # what begin and end of a CTA cost, in keys
 
 
 class CudaAttention:
-    """A device's pool and attention over it. `min_partition`: fewest keys that are worth a CTA of their own.
+    """Attention over a device's pool, once that is open. `min_partition`: fewest keys worth a CTA of their own.
 
     `tensor_cores` forces the choice of the attention path where the storage type allows it.
     """
@@ -33,7 +33,6 @@ class CudaAttention:
     ) -> None:
         storage_code(layout.shape.dtype)
         self.layout, self.device = layout, device
-        self.pool = DevicePool(device.context, layout, device.streams.compute, device.events)
         self._min_partition, self._tensor_cores = min_partition, tensor_cores
         self._block_shift = layout.block_size.bit_length() - 1
         item = layout.shape.dtype.itemsize
@@ -41,6 +40,11 @@ class CudaAttention:
         self._scale_bytes = layout.scale_offset * item
         strides = (layout.block_bytes, self._head_bytes, self._value_bytes, self._scale_bytes)
         self._pool_arguments = (*strides, self._block_shift, layout.shape.num_kv_heads)
+
+    def open_pool(self, layout: KvLayout) -> None:
+        """Take the pool's memory; `layout` differs from the one given at first in the number of blocks alone."""
+        self.pool = DevicePool(self.device.context, layout, self.device.streams.compute, self.device.events)
+        self.layout = layout
 
     def attend(
         self, layer: int, queries: DeviceArray, batch: AttentionBatch, params: AttentionParams

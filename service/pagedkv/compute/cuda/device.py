@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from pagedkv.errors import DeviceError
 
 ARRAY_CODES = {np.dtype(np.float32): 0, np.dtype(np.float16): 1, np.dtype(ml_dtypes.bfloat16): 2}
 STAGING_LIMIT = 32 << 20  # bytes a job stages in pinned memory; beyond it copies go from pageable memory, in order
+PINNED_LIMIT = 256 << 20  # bytes of staging buffers of all jobs
 
 
 def require_array(array: Any, field: str) -> int:
@@ -53,18 +54,38 @@ class Device:
         self.target = Target(chosen.arch, is_ptx=emit_ptx or chosen.is_ptx)
         version = int(self.driver.call("cuDriverGetVersion"))
         require_driver(version, self.compiler.version, self.target.is_ptx)
-        self.context = Context(self.driver, ordinal)
-        self.events, self.timing_events = Events(self.context), Events(self.context, with_times=True)
-        self.streams = StreamPair(self.context, self.events)
-        self.scratch, self.pinned = ScratchMemory(self.context), PinnedMemory(self.context)
-        self._lasting = self.scratch  # for uploads: no replay of a recorded step writes to it
-        self.queue = JobQueue(self.context, self.streams, self.events)
         self._functions: dict[Variant, Function] = {}
         self._modules: list[Any] = []
         self._inputs: dict[int, tuple[Any, DeviceArray]] = {}
         self._staged_bytes = 0
         self.recording: Recording | None = None  # of the step that is running
         self.is_closed = False
+        self.context = Context(self.driver, ordinal)
+        with ExitStack() as held:
+            held.callback(self.context.release)
+            with self.context.pushed():
+                self._open()
+            held.pop_all()
+
+    def _open(self) -> None:
+        self.events, self.timing_events = Events(self.context), Events(self.context, with_times=True)
+        self._lasting = self.new_scratch()  # for uploads: no replay of a recorded step writes to it
+        self.scratch, self.pinned = self._lasting, PinnedMemory(self.context, PINNED_LIMIT)
+        with ExitStack() as held:
+            self.streams = StreamPair(self.context, self.events)
+            held.callback(self.streams.destroy)
+            self.queue = JobQueue(self.context, self.streams, self.events)
+            held.pop_all()
+
+    def new_scratch(self) -> ScratchMemory:
+        """Return an allocator that, where memory ends, has what jobs before dropped given back."""
+        return ScratchMemory(self.context, self._make_room)
+
+    def _make_room(self) -> None:
+        """Wait for the device, for dropped arrays may still be read, and give their memory back."""
+        if self.recording is None or not self.recording.is_capturing:  # a stream under capture cannot be waited for
+            self.streams.synchronize()
+            self._lasting.trim()
 
     @property
     def allocated_bytes(self) -> int:
@@ -114,13 +135,14 @@ class Device:
         if self.recording is not None and self.recording.is_capturing:
             raise DeviceError("a repeated step takes nothing from the host but its inputs")
         self._staged_bytes += source.nbytes
-        if self._staged_bytes > STAGING_LIMIT:
+        buffer = self.pinned.take(source.nbytes) if self._staged_bytes <= STAGING_LIMIT else None
+        if buffer is None:  # some devices read such memory only when the stream gets there: wait for it
             self.driver.call("cuMemcpyHtoDAsync", pointer, source.ctypes.data, source.nbytes, stream)
+            self.driver.call("cuStreamSynchronize", stream)
             return
-        buffer = self.pinned.take(source.nbytes)
+        self.queue.at_completion(lambda: self.pinned.give_back(buffer))
         buffer.array[: source.nbytes] = source.reshape(-1).view(np.uint8)
         self.driver.call("cuMemcpyHtoDAsync", pointer, buffer.pointer, source.nbytes, stream)
-        self.queue.at_completion(lambda: self.pinned.give_back(buffer))
 
     def input(self, array: npt.NDArray[Any], dtype: npt.DTypeLike) -> DeviceArray:
         """Upload a host array once a job: layers pass the same positions, slots and tables again and again."""
@@ -165,13 +187,15 @@ class Device:
         if not nbytes:
             return
         buffer = self.pinned.take(nbytes)
-        self.driver.call("cuMemcpyDtoHAsync", buffer.pointer, pointer, nbytes, stream)
 
-        def finish() -> None:
-            target.reshape(-1).view(np.uint8)[:] = buffer.array[:nbytes]
-            self.pinned.give_back(buffer)
+        def finish() -> None:  # keeps the target alive in any case
+            if buffer is not None:
+                target.reshape(-1).view(np.uint8)[:] = buffer.array[:nbytes]
+                self.pinned.give_back(buffer)
 
         self.queue.at_completion(finish)
+        into = target.ctypes.data if buffer is None else buffer.pointer
+        self.driver.call("cuMemcpyDtoHAsync", into, pointer, nbytes, stream)
 
     def failing_quietly(self) -> AbstractContextManager[None]:
         """Return what bears the errors of a device that failed before, whose context may refuse every call."""
@@ -195,13 +219,14 @@ class Device:
         self.is_closed = True
         self.queue.close()
         self._inputs, self._functions = {}, {}
-        with self.failing_quietly():
-            self._free_all()
-        with self.failing_quietly():
-            self.context.release()
+        try:
+            with self.failing_quietly(), self.context.pushed():
+                self._free_all()
+        finally:
+            with self.failing_quietly():
+                self.context.release()
 
     def _free_all(self) -> None:
-        self.context.bind()
         for module in self._modules:
             self.driver.call("cuModuleUnload", module)
         self.scratch.release()

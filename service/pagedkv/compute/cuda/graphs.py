@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from pagedkv.compute.cuda.array import DeviceArray, ScratchMemory
+from pagedkv.compute.cuda.array import DeviceArray
 from pagedkv.compute.cuda.device import Device
 from pagedkv.compute.cuda.recording import Recording
 from pagedkv.errors import DeviceError, InvalidArgument
@@ -24,6 +24,7 @@ from pagedkv.errors import DeviceError, InvalidArgument
 Arrays = Sequence[npt.NDArray[Any]]
 Body = Callable[[Arrays], DeviceArray]
 
+MAX_GRAPH_ROWS: Final = 64  # by default; a step of more keeps the device busy without
 MOST_GRAPHS: Final = 64  # the longest unused one goes
 _ALIGNMENT: Final = 16
 
@@ -73,7 +74,7 @@ class StepGraphs:
         self._device, self._driver, self._max_rows = device, device.driver, max_rows
         # Apart from the scratch memory of other jobs: a replay writes to it behind the allocator's back. Graphs run
         # one after another on one stream, so they share it.
-        self._memory = ScratchMemory(device.context)
+        self._memory = device.new_scratch()
         self._steps: OrderedDict[Hashable, _Step | None] = OrderedDict()  # None: cannot be captured
         self.num_captured = 0
 
