@@ -75,7 +75,8 @@ class CudaAttention:
     ) -> None:
         shape, scratch = self.layout.shape, self.device.scratch
         query_lens = np.diff(batch.query_starts)
-        variant = choose_attention(shape, int(query_lens.max()) * shape.group_size, self._tensor_cores)
+        limit = self.device.context.info.shared_bytes
+        variant = choose_attention(shape, int(query_lens.max()) * shape.group_size, self._tensor_cores, limit)
         tiles = self.device.derived(batch, lambda: make_tiles(query_lens, shape.group_size, variant.rows))
         grid = (len(tiles), shape.num_kv_heads, self._num_partitions(variant, len(tiles), self._longest(batch)))
         if grid[2] == 1:

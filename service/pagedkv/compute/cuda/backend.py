@@ -137,7 +137,7 @@ class CudaBackend(CudaDenseOps):
 
     def warm_up(self) -> None:
         """Compile and load every kernel that this layout can need, and take the workspace of dense products."""
-        variants = all_variants(self.layout.shape)
+        variants = all_variants(self.layout.shape, self.device.context.info.shared_bytes)
         for error in self.device.compiler.compile_all(variants, self.device.target, self._on_compile).values():
             raise error
 

@@ -108,6 +108,7 @@ class DeviceInfo:
     capability: tuple[int, int]
     num_sms: int
     memory_bytes: int
+    shared_bytes: int  # that a CTA may have
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +163,7 @@ class Driver:
             (major, minor),
             self.attribute(device, "MULTIPROCESSOR_COUNT"),
             int(self.call("cuDeviceTotalMem", device)),
+            self.attribute(device, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"),
         )
 
 
