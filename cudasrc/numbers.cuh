@@ -36,6 +36,11 @@ __device__ __forceinline__ float float_from_half(uint32 bits) {
 
 __device__ __forceinline__ float float_from_bfloat(uint32 bits) { return __uint_as_float(bits << 16); }
 
+// The nearest number that float16 holds, for finite numbers.
+__device__ __forceinline__ float clamp_to_half(float value) {
+    return fabsf(value) < POSITIVE_INFINITY ? fminf(fmaxf(value, -65504.0f), 65504.0f) : value;
+}
+
 // e4m3 has float16's sign and a bias smaller by 8: move the bits into place, multiply by 2^8.
 __device__ __forceinline__ float float_from_e4m3(uint32 bits) {
     return float_from_half(((bits & 0x80u) << 8) | ((bits & 0x7Fu) << 7)) * 256.0f;

@@ -127,3 +127,20 @@ def test_a_stored_row_that_is_not_finite_is_seen_in_the_output_by_every_path(
     assert np.isnan(output).all()
     backend.close()
     driver.assert_clean()
+
+
+@PATHS
+@pytest.mark.parametrize("dtype", [DType.FLOAT16, DType.INT8])
+def test_queries_beyond_float16_pick_the_same_key_on_every_path(tensor_cores, num_queries, kernel, dtype):
+    backend, driver = make_virtual_backend(make_small(dtype), tensor_cores=tensor_cores)
+    case = make_case(backend.layout, [40], [num_queries], np.random.default_rng(0))
+    case.queries[...] = 0
+    case.queries[:, :, 7] = 1e6
+    case.keys[0][:, :, 7] = np.linspace(-1, 1, 40, dtype=np.float32)[:, None]  # the newest key wins by far
+    fill(backend, case, 0)
+    output, lse = attend(backend, case, 0)
+    newest = case.values[0][40 - num_queries :, [0] * 4]
+    assert np.abs(output - newest).max() < 0.05
+    assert np.isfinite(lse).all()
+    backend.close()
+    driver.assert_clean()

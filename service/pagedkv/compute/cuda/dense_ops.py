@@ -34,7 +34,8 @@ class CudaDenseOps(CudaKvOps):
     """`DenseOps` on a device. `cublas` has the names of `nvmath.bindings.cublas`; None means no dense products.
 
     Matrices stay in their file's float type; quantised ones become `weight_dtype` once, at load. Activations are
-    float32 and are rounded to a 16-bit matrix's type for the product, which is accumulated in float32.
+    float32 and are rounded to a 16-bit matrix's type for the product, which is accumulated in float32; finite ones
+    beyond float16 become its largest number.
     """
 
     _cublas: Any = None
@@ -100,7 +101,7 @@ class CudaDenseOps(CudaKvOps):
     def _gather(self, table: DeviceArray, rows: Int32Array, width: int) -> DeviceArray:
         code = require_array(table, "table")
         if len(rows):
-            self.device.check(("rows", id(rows), len(table)), lambda: _check_rows(rows, len(table)))
+            self.device.check(("rows", id(rows), len(table)), rows, lambda: _check_rows(rows, len(table)))
         y = self.device.scratch.empty((len(rows), width), np.float32)
         if len(rows):
             index = self.device.input(rows, np.int32)

@@ -11,7 +11,7 @@ from pagedkv.dtypes import DType
 from pagedkv.errors import DeviceError, UnsupportedModel
 
 STORAGE_CODES = {DType.FLOAT32: 0, DType.FLOAT16: 1, DType.BFLOAT16: 2, DType.FLOAT8_E4M3: 3, DType.INT8: 4}
-ATTEND_SIGNATURE = "P" * 10 + "q" * 6 + "i" * 5 + "ff"
+ATTEND_SIGNATURE = "P" * 11 + "q" * 6 + "i" * 5 + "ff"
 STAGE_LIMIT = 72 << 10  # bytes of shared memory for K and V tiles: three CTAs on an SM of 228 KiB, one on 100 KiB
 SHARED_LIMIT = 99 << 10  # of a CTA, dynamic and static, on the smallest device that is built today
 MAX_ROWS = 8  # rows of a query tile on CUDA cores
@@ -23,7 +23,7 @@ _SIGNATURES = {
     "write_kv": "PPPPq" + _POOL,
     "rope_write_kv": "P" * 7 + _POOL + "iiif",
     "copy_blocks": "PPPq",
-    "merge_states": "PPPPqii",
+    "merge_states": "PPPPPqiii",
     "rms_norm": "PPPPqf",
     "rope": "PPPqiiiif",
     "silu_mul": "PPPq",
