@@ -64,6 +64,11 @@ def open_cuda(options: ServeOptions, shape: KvShape, on_compile: OnProgress, say
     libraries = {name: stand_ins.get(name) for name in ("driver_module", "cublas")}
     check_cuda(needs_cublas=options.model is not None, **libraries)
     backend = open_cuda_backend(shape, options.block_size, on_compile=on_compile, **stand_ins)
+    try:  # what cannot fit even now is refused before a model is loaded
+        backend.require_room(size_pool(options, shape, backend.free_bytes()))
+    except BaseException:
+        backend.close()
+        raise
     info, reason = backend.device.context.info, "as asked" if options.backend == "cuda" else "it is there"
     say(f"[bold]backend[/]  cuda, {escape(info.name)}, sm_{info.capability[0]}{info.capability[1]} ({reason})")
     return backend

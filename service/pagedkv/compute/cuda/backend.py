@@ -17,6 +17,7 @@ from pagedkv.compute.cuda.device import Device
 from pagedkv.compute.cuda.graphs import MAX_GRAPH_ROWS, StepGraphs
 from pagedkv.compute.cuda.host_pool import HostPool
 from pagedkv.compute.cuda.kernels import all_variants
+from pagedkv.compute.cuda.pool import no_room
 from pagedkv.compute.layout import KvLayout
 from pagedkv.dtypes import DType
 from pagedkv.errors import DeviceLost
@@ -73,6 +74,12 @@ class CudaBackend(CudaDenseOps):
         """Return the device memory that nobody has taken."""
         with self.device.context.pushed():
             return int(self.device.driver.call("cuMemGetInfo")[0])
+
+    def require_room(self, layout: KvLayout) -> None:
+        """Raise DeviceError if the page pool of a layout does not fit the memory that is free now."""
+        if layout.pool_bytes > self.free_bytes():
+            with self.device.context.pushed():
+                raise no_room(self.device.context, layout)
 
     def open_pools(self, layout: KvLayout, num_host_blocks: int = 0) -> None:
         """Take the memory of the page pool and of the host pool, once. Raises DeviceError and takes nothing."""

@@ -20,6 +20,11 @@ class Loan:
     __slots__ = ("__weakref__",)
 
 
+def no_room(context: Context, layout: KvLayout) -> DeviceError:
+    """Return the error for a pool that does not fit the device."""
+    return out_of_memory(context, layout.pool_bytes, "the page pool", "--memory or --blocks")
+
+
 class DevicePool(PoolViews):
     """Owns the device memory of a layout's blocks, and lends it (see dlpack.Exporter)."""
 
@@ -34,7 +39,7 @@ class DevicePool(PoolViews):
         except DeviceError as error:
             if not is_out_of_memory(error):
                 raise
-            raise out_of_memory(context, layout.pool_bytes, "the page pool", "--memory or --blocks") from error
+            raise no_room(context, layout) from error
         try:
             self.free_bytes_left = int(self._driver.call("cuMemGetInfo")[0])
         except DeviceError:
