@@ -29,10 +29,9 @@ struct SoftmaxState {
         return exp2_flushed(score - (max == NEGATIVE_INFINITY ? 0.0f : max));
     }
 
-    // A sum that is not a number stays that: a state that saw one is not an empty state.
     __device__ __forceinline__ float normalizer() const { return sum == 0.0f ? 0.0f : 1.0f / sum; }
 
-    // Natural logarithm of the sum of exponentials.
+    // Natural logarithm of the sum of exponentials. NaN of scores that are not finite, never what stands for "empty".
     __device__ __forceinline__ float lse() const {
         return sum == 0.0f ? NEGATIVE_INFINITY : max * kLn2 + logf(sum);
     }

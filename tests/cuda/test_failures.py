@@ -50,7 +50,7 @@ def copy_of(backend: CudaBackend, array: np.ndarray) -> np.ndarray:
 def assert_works(backend: CudaBackend) -> None:
     array = np.arange(1000, dtype=np.float32)
     np.testing.assert_array_equal(copy_of(backend, array), array)
-    assert backend.failure is None
+    assert backend.health.failure is None
 
 
 @pytest.mark.parametrize("name", FINAL)
@@ -137,7 +137,7 @@ def test_cu03_a_final_status_of_any_call_is_the_answer_to_every_later_job(call):
 
     with pytest.raises(DeviceLost, match=call):
         backend.submit(job).result()
-    assert isinstance(backend.failure, DeviceLost)
+    assert isinstance(backend.health.failure, DeviceLost)
     with pytest.raises(DeviceLost, match=call):
         backend.submit(lambda: 1).result()
     backend.close()
@@ -185,7 +185,7 @@ def test_cu04_memory_that_a_job_still_reads_is_not_taken_from_it(opened):
     backend.device.pinned._limit = 0  # staging is not what this is about
     for number, array in enumerate(backend.submit(lambda: job()).result()):
         assert (array == 2 * number).all()
-    assert backend.failure is None
+    assert backend.health.failure is None
 
 
 def test_cu04_staging_memory_is_bounded_and_copies_beyond_it_are_right(opened):

@@ -194,7 +194,7 @@ def test_kn30_a_step_that_cannot_be_captured_runs_without_a_graph_says_so_and_is
         "steps of 1 rows cannot be captured as a graph for now and run without"
     ]
     assert counters(twins) == (2, 1, 3, 1)
-    assert twins.backend.failure is None
+    assert twins.backend.health.failure is None
 
 
 def counters(twins):
@@ -213,7 +213,7 @@ def test_kn30_a_step_whose_products_fail_once_runs_without_a_graph_once(opened, 
         twins.step([0])
     assert counters(twins) == (1, 1, 1, 1)
     assert driver.calls["cuGraphLaunch"] == len(caplog.records) == 1
-    assert twins.backend.failure is None
+    assert twins.backend.health.failure is None
 
 
 def test_kn30_a_step_that_can_never_be_captured_is_tried_more_and_more_rarely(opened):
@@ -252,7 +252,7 @@ def test_kn30_a_capture_without_memory_is_counted_and_made_when_there_is_memory_
         twins.lens[sequence] -= 1
     twins.step([0, 1, 2])
     assert counters(twins)[:3] == (2, 1, 2)
-    assert twins.backend.failure is None
+    assert twins.backend.health.failure is None
 
 
 def test_a_fault_of_a_replay_fails_its_step_and_every_later_one(opened):

@@ -59,7 +59,7 @@ def test_a_binary_that_does_not_load_is_compiled_afresh_once(tmp_path: Path, cal
     backend = open_on(driver, compiler)
     assert_adds(backend)
     assert compiler.num_compiled == 1
-    assert backend.failure is None
+    assert backend.health.failure is None
     backend.close()
     driver.assert_clean()
 

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich.markup import escape
+
 from pagedkv.cache import CacheManager
 from pagedkv.cli.backends import OnProgress, Say, open_backend, open_pools, working_bytes
 from pagedkv.cli.options import ServeOptions
@@ -108,7 +110,9 @@ def build_service(
     assert shape is not None
     backend = open_backend(options, shape, on_compile, say)
     try:
-        model = None if path is None else load_model(path, backend)
+        model = (
+            None if path is None else load_model(path, backend, lambda line: say(f"[bold]weights[/]  {escape(line)}"))
+        )
         backend.warm_up()
         open_pools(backend, options, say, working_bytes(options, config))
     except BaseException:

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from pagedkv.cache import CacheManager
 from pagedkv.compute.backend import Backend
 from pagedkv.config import require
 from pagedkv.engine import Engine
-from pagedkv.errors import DeviceError, InvalidArgument
+from pagedkv.errors import DeviceLost, InvalidArgument
 from pagedkv.loopback import is_loopback
 from pagedkv.rpc.generation import GenerationService, NoModelService
 from pagedkv.rpc.health import HealthService
 from pagedkv.rpc.interceptors import ErrorInterceptor, NullRpcObserver, RpcObserver
 from pagedkv.rpc.kv_cache import KvCacheService
+from pagedkv.rpc.reflection import enable_reflection
 from pagedkv.v1 import generation_pb2, generation_pb2_grpc, kv_cache_pb2, kv_cache_pb2_grpc
 
 _MIN_PING_INTERVAL_MS = 10_000  # clients may keep a connection alive through a long silent prefill
@@ -69,24 +70,19 @@ class Server:
         self._health = HealthService()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._engine = engine
-        self._kv_cache = KvCacheService(cache, backend, self._note_device_failure, observer)
+        self._backend = backend
+        self._kv_cache = KvCacheService(cache, backend, observer)
         kv_cache_pb2_grpc.add_KvCacheServicer_to_server(self._kv_cache, self._server)  # type: ignore[no-untyped-call]
         generation = NoModelService() if engine is None else GenerationService(engine)
         generation_pb2_grpc.add_GenerationServicer_to_server(generation, self._server)  # type: ignore[no-untyped-call]
-        reflection.enable_server_reflection(
-            (*_SERVICES, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME),
-            self._server,
-        )
+        enable_reflection((*_SERVICES, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name), self._server)
         self._served = _SERVICES if engine is not None else _SERVICES[:1]
-        self._failure: DeviceError | None = None
-        if engine is not None:
-            engine.on_failure = self._note_device_failure
         self.port = 0
 
     @property
     def is_healthy(self) -> bool:
-        """False from the moment the device failed."""
-        return self._failure is None
+        """False from the moment the device is lost."""
+        return self._backend.health.failure is None
 
     async def start(self) -> None:
         """Bind and serve. Raises InvalidArgument if the port is taken."""
@@ -97,20 +93,15 @@ class Server:
             raise InvalidArgument(f"cannot listen on {host}:{self._config.port}: in use?", field="port") from error
         await self._server.start()
         self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        self._backend.health.watch_on(asyncio.get_running_loop(), self._note_device_failure)
 
     async def stop(self, grace_seconds: float) -> None:
         """Report NOT_SERVING and end the watches, refuse new calls, give running ones the grace, cancel the rest."""
         self._health.stop()
         await self._server.stop(grace_seconds)
 
-    def _note_device_failure(self, error: DeviceError) -> None:
-        """Report NOT_SERVING from now on, and answer by the error whatever needs the device, through either service."""
-        if self._failure is not None:
-            return
-        self._failure = error
-        self._kv_cache.fail(error)
-        if self._engine is not None:
-            self._engine.fail(error)
+    def _note_device_failure(self, error: DeviceLost) -> None:
+        """Report NOT_SERVING from now on: whatever needs the device is answered by the error."""
         self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
 
     def _set_health(self, status: int) -> None:

@@ -18,9 +18,9 @@ from pagedkv.compute.cuda.graphs import MAX_GRAPH_ROWS, StepGraphs
 from pagedkv.compute.cuda.host_pool import HostPool
 from pagedkv.compute.cuda.kernels import all_variants
 from pagedkv.compute.cuda.pool import no_room
+from pagedkv.compute.health import DeviceHealth
 from pagedkv.compute.layout import KvLayout
 from pagedkv.dtypes import DType
-from pagedkv.errors import DeviceLost
 
 T = TypeVar("T")
 
@@ -91,7 +91,7 @@ class CudaBackend(CudaDenseOps):
             self._held.callback(taken.pop_all().close)
 
     def submit(self, job: Callable[[], T]) -> Future[T]:
-        """See `Backend.submit`. A DeviceLost of one job is the answer to every later one; other errors are its own."""
+        """See `Backend.submit`."""
 
         def run() -> T:
             self.device.begin_job()
@@ -156,9 +156,9 @@ class CudaBackend(CudaDenseOps):
         self.submit(load).result()
 
     @property
-    def failure(self) -> DeviceLost | None:
-        """The final error, after which nothing is answered any more, or None."""
-        return self.device.queue.failure
+    def health(self) -> DeviceHealth:
+        """See `Backend.health`."""
+        return self.device.queue.health
 
     def synchronize(self) -> None:
         """See `Backend.synchronize`."""
@@ -166,6 +166,8 @@ class CudaBackend(CudaDenseOps):
 
     def close(self) -> None:
         """See `Backend.close`; idempotent."""
+        if self.health.is_foreign:  # a forked child has neither the threads nor the context
+            return
         self.device.queue.close()
         if self.device.is_closed:
             return

@@ -14,6 +14,7 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from pagedkv.compute.cuda.driver import Context
+from pagedkv.compute.health import DeviceHealth, to_job_error
 from pagedkv.errors import DeviceError, DeviceLost
 
 T = TypeVar("T")
@@ -107,7 +108,7 @@ class JobQueue:
         self._pending: SimpleQueue[_Pending | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._closed = False
-        self._failure: DeviceLost | None = None
+        self.health = DeviceHealth()
         self._finish: list[Callable[[], None]] = []
         self._threads = [
             threading.Thread(target=self._dispatch, name="pagedkv-cuda-dispatch", daemon=True),
@@ -123,14 +124,15 @@ class JobQueue:
     @property
     def failure(self) -> DeviceLost | None:
         """The final error, after which the device is not to be trusted, or None."""
-        return self._failure
+        return self.health.failure
 
     def at_completion(self, action: Callable[[], None]) -> None:
         """Run `action` when all work of the running job is done, before its future completes."""
         self._finish.append(action)
 
     def submit(self, job: Callable[[], T]) -> Future[T]:
-        """Queue a job. Raises DeviceError once closed."""
+        """Queue a job. Raises DeviceLost, DeviceError once closed."""
+        self.health.check()
         future: Future[T] = Future()
         with self._lock:
             if self._closed:
@@ -139,7 +141,9 @@ class JobQueue:
         return future
 
     def close(self) -> None:
-        """Finish all jobs and end both threads; idempotent."""
+        """Finish all jobs and end both threads; idempotent. Does nothing in a forked child, which has no threads."""
+        if self.health.is_foreign:
+            return
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -159,21 +163,24 @@ class JobQueue:
         if not future.set_running_or_notify_cancel():
             return
         self._finish = []
-        if self._failure is not None:
-            future.set_exception(self._failure)
+        if self.health.failure is not None:
+            future.set_exception(self.health.failure)
             return
+        error: Exception | None
         try:
             result, error = job(), None
         except BaseException as caught:  # the queue must survive any job
-            result, error = None, caught
+            result, error = None, to_job_error(caught)
         if error is not None:
-            self._note(error)
+            if isinstance(error, DeviceLost):
+                self.health.fail(error)  # now: the next job is about to begin
             self._finish.append(_Raise(error))
         try:
             event = self._mark()
         except DeviceError as caught:
-            self._note(_lost(caught))  # nobody can tell when the work is done
-            future.set_exception(self._failure or caught)
+            lost = _lost(caught)  # nobody can tell when the work is done
+            self.health.fail(lost)
+            future.set_exception(lost)
             return
         self._pending.put(_Pending(future, result, event, self._finish))
 
@@ -191,7 +198,7 @@ class JobQueue:
         try:
             self._context.bind()
         except DeviceError as error:
-            self._note(_lost(error))
+            self.health.fail(_lost(error))
 
     def _wait(self) -> None:
         self._bind()
@@ -201,10 +208,10 @@ class JobQueue:
 
     def _complete(self, pending: _Pending) -> None:
         error = self._await(pending.event) or _first_error(pending.finish)
+        self.health.note_job(error)
         if error is None:
             pending.future.set_result(pending.result)
         else:
-            self._note(error)
             pending.future.set_exception(error)
 
     def _await(self, event: Any) -> DeviceLost | None:
@@ -218,30 +225,26 @@ class JobQueue:
         self._events.give_back(event)
         return None
 
-    def _note(self, error: BaseException) -> None:
-        if isinstance(error, DeviceLost) and self._failure is None:
-            self._failure = error
-
 
 def _lost(error: DeviceError) -> DeviceLost:
     return error if isinstance(error, DeviceLost) else DeviceLost(error.message, **error.details)
 
 
-def _first_error(actions: list[Callable[[], None]]) -> BaseException | None:
+def _first_error(actions: list[Callable[[], None]]) -> Exception | None:
     """Run every action, whatever the others do: one of them gives staging memory back."""
-    first: BaseException | None = None
+    first: Exception | None = None
     for action in actions:
         try:
             action()
         except BaseException as error:
-            first = first or error
+            first = first or to_job_error(error)
     return first
 
 
 class _Raise:
     """Raises a job's own error once the work it had issued is done."""
 
-    def __init__(self, error: BaseException) -> None:
+    def __init__(self, error: Exception) -> None:
         self._error = error
 
     def __call__(self) -> None:
