@@ -105,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attend(ATTEND_PARAMETE
     __shared__ float factors[NUM_ROWS];
     const int kv_head = blockIdx.y, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const Work work =
-        find_work(tiles, context_lens, query_starts, num_heads, num_kv_heads, min_partition, window);
+        find_work(tiles, context_lens, query_starts, output_starts, num_heads, num_kv_heads, min_partition, window);
     const int* table = block_tables + work.sequence * table_stride;
     const uint8* head_base = pool + kv_head * head_stride;
     const int64 scale_delta = scale_offset + kv_head * ((4ll << block_shift) - head_stride);
@@ -117,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attend(ATTEND_PARAMETE
     for (int i = threadIdx.x; i < NUM_ROWS * HEAD_DIM; i += kThreads) {
         const int row = i / HEAD_DIM;
         query[i] = row < work.num_rows
-                       ? queries[work.output_row(row, kv_head, num_heads) * HEAD_DIM + i % HEAD_DIM] : 0.0f;
+                       ? queries[work.query_row(row, kv_head, num_heads) * HEAD_DIM + i % HEAD_DIM] : 0.0f;
     }
     SoftmaxState states[kRowsPerWarp];
 #pragma unroll

@@ -13,6 +13,7 @@
         const int *__restrict__ block_tables,    /* [num_sequences, table_stride] */                \
         const int *__restrict__ context_lens,    /* [num_sequences] */                              \
         const int *__restrict__ query_starts,    /* [num_sequences + 1] */                          \
+        const int *__restrict__ output_starts,   /* [num_sequences]: as query_starts, of the outputs */ \
         const int2 *__restrict__ tiles,          /* [num_tiles]: sequence, number of its tile */    \
         const float *__restrict__ alibi_slopes,  /* [num_heads] or null */                          \
         const float *__restrict__ sinks,         /* [num_heads] or null */                          \
@@ -36,25 +37,28 @@ constexpr int kThreads = NUM_WARPS * 32;
 struct Work {
     int sequence, first_row, num_rows, group_size, first_position;
     int begin, end;
-    int64 first_query;
+    int64 first_query, first_output;
 
     __device__ __forceinline__ int position(int row) const { return first_position + (first_row + row) / group_size; }
     __device__ __forceinline__ int head(int row, int kv_head) const {
         return kv_head * group_size + (first_row + row) % group_size;
     }
-    // Index of a row in [num_queries, num_heads].
-    __device__ __forceinline__ int64 output_row(int row, int kv_head, int num_heads) const {
+    // Index of a row among the batch's queries, and in [num_queries, num_heads] of the outputs.
+    __device__ __forceinline__ int64 query_row(int row, int kv_head, int num_heads) const {
         return (first_query + (first_row + row) / group_size) * num_heads + head(row, kv_head);
+    }
+    __device__ __forceinline__ int64 output_row(int row, int kv_head, int num_heads) const {
+        return (first_output + (first_row + row) / group_size) * num_heads + head(row, kv_head);
     }
 };
 
 __device__ __forceinline__ Work find_work(const int2* tiles, const int* context_lens, const int* query_starts,
-                                          int num_heads, int num_kv_heads, int min_partition, int window) {
+                                          const int* output_starts, int num_heads, int num_kv_heads, int min_partition, int window) {
     Work work;
     const int2 tile = tiles[blockIdx.x];
     work.sequence = tile.x;
     work.group_size = num_heads / num_kv_heads;
-    work.first_query = query_starts[tile.x];
+    work.first_query = query_starts[tile.x], work.first_output = output_starts[tile.x];
     const int query_len = query_starts[tile.x + 1] - query_starts[tile.x];
     const int context_len = context_lens[tile.x];
     work.first_row = tile.y * NUM_ROWS;

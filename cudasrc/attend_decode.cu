@@ -72,9 +72,9 @@ __device__ __forceinline__ void load_queries(uint4* fragments, const float* quer
         const int second = first + (is_quantized(STORAGE) ? 2 : 8);
         float2 pairs[2] = {make_float2(0.0f, 0.0f), make_float2(0.0f, 0.0f)};
         if (row < work.num_rows) {
-            const float* source = queries + work.output_row(row, kv_head, num_heads) * HEAD_DIM;
-            pairs[0] = *reinterpret_cast<const float2*>(source + first);
-            pairs[1] = *reinterpret_cast<const float2*>(source + second);
+            const float* source = queries + work.query_row(row, kv_head, num_heads) * HEAD_DIM;
+            pairs[0] = clamp_queries(*reinterpret_cast<const float2*>(source + first));
+            pairs[1] = clamp_queries(*reinterpret_cast<const float2*>(source + second));
         }
         uint4 parts;
         pack_parts(parts.x, parts.z, pairs[0].x, pairs[0].y);
@@ -99,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attend_decode(ATTEND_P
     __shared__ float maxima[NUM_WARPS][NUM_ROWS], sums[NUM_WARPS][NUM_ROWS];
     const int kv_head = blockIdx.y, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const Work work =
-        find_work(tiles, context_lens, query_starts, num_heads, num_kv_heads, min_partition, window);
+        find_work(tiles, context_lens, query_starts, output_starts, num_heads, num_kv_heads, min_partition, window);
     const Keys source = {pool + kv_head * head_stride, block_tables + work.sequence * table_stride, block_stride,
                          value_stride, scale_offset + kv_head * ((4ll << block_shift) - head_stride),
                          num_kv_heads * (4ll << block_shift), block_shift, work.end};
@@ -169,7 +169,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attend_decode(ATTEND_P
         if constexpr (is_quantized(STORAGE)) {
             const float before = largest_scale;
             largest_scale = fmaxf(largest_scale, warp_max(scales[kTokens + (lane & (kTokens - 1))]));
-            inverse_scale = largest_scale > 0.0f ? 1.0f / largest_scale : 0.0f;
+            inverse_scale = invert_scale(largest_scale);
             if (largest_scale > 0.0f) shrink = before / largest_scale;
         }
         uint32 high[kRowTiles][2], low[kRowTiles][2];  // the weights as operand B

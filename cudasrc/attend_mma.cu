@@ -26,7 +26,7 @@ __device__ __forceinline__ void load_query(uint32 (&fragment)[kParts][4], const 
         const float* row = i & 1 ? lower : upper;
         const int column = step * 16 + (i >> 1) * 8 + (threadIdx.x & 3) * 2;
         float2 pair = make_float2(0.0f, 0.0f);
-        if (row) pair = *reinterpret_cast<const float2*>(row + column);
+        if (row) pair = clamp_queries(*reinterpret_cast<const float2*>(row + column));
         if constexpr (kParts == 2)
             pack_parts(fragment[0][i], fragment[kParts - 1][i], pair.x, pair.y);
         else
@@ -49,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attend_mma(ATTEND_PARA
     extern __shared__ __align__(16) uint8 stages[];  // two; behind them a stage's widened tiles
     const int kv_head = blockIdx.y, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const Work work =
-        find_work(tiles, context_lens, query_starts, num_heads, num_kv_heads, min_partition, window);
+        find_work(tiles, context_lens, query_starts, output_starts, num_heads, num_kv_heads, min_partition, window);
     const int* table = block_tables + work.sequence * table_stride;
     const uint8* head_base = pool + kv_head * head_stride;
 
@@ -68,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attend_mma(ATTEND_PARA
     for (int r = 0; r < 2; r++) {
         const int row = warp * 16 + (lane >> 2) + r * 8;
         const bool is_live = row < work.num_rows;
-        query_rows[r] = is_live ? queries + work.output_row(row, kv_head, num_heads) * HEAD_DIM : nullptr;
+        query_rows[r] = is_live ? queries + work.query_row(row, kv_head, num_heads) * HEAD_DIM : nullptr;
         positions[r] = is_live ? work.position(row) : -1;
         slopes[r] = is_live && alibi_slopes ? alibi_slopes[work.head(row, kv_head)] : 0.0f;
         states[r].init();
@@ -162,7 +162,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attend_mma(ATTEND_PARA
             const float before = largest_scale;
             for (int t = lane; t < TILE_TOKENS; t += 32) largest_scale = fmaxf(largest_scale, scales[TILE_TOKENS + t]);
             largest_scale = warp_max(largest_scale);
-            if (largest_scale > 0.0f) inverse_scale = 1.0f / largest_scale, shrink = before / largest_scale;
+            inverse_scale = invert_scale(largest_scale);
+            if (largest_scale > 0.0f) shrink = before / largest_scale;
         }
         float factors[2];
 #pragma unroll

@@ -55,6 +55,12 @@ __device__ __forceinline__ uint32 widen(uint32 word) {
 #endif
 }
 
+// A pair of queries that the operands can hold; see clamp_to_half.
+__device__ __forceinline__ float2 clamp_queries(float2 pair) {
+    if constexpr (kOperand == BFLOAT16) return pair;
+    return make_float2(clamp_to_half(pair.x), clamp_to_half(pair.y));
+}
+
 // A pair of floats as two operands whose sum has twice the bits: the high part and what is left.
 __device__ __forceinline__ void pack_parts(uint32& high, uint32& low, float x, float y) {
     high = pack<kOperand>(x, y);

@@ -7,9 +7,11 @@ constexpr int kQuads = 2;  // of a lane: head dims up to 256
 
 extern "C" __global__ void merge_states(const float* __restrict__ outputs,  // [num_parts, num_rows, head_dim]
                                         const float* __restrict__ lses,     // [num_parts, num_rows]
-                                        float* __restrict__ output,         // [num_rows, head_dim]
-                                        float* __restrict__ lse,            // [num_rows]
-                                        const int64 num_rows, const int num_parts, const int head_dim) {
+                                        const int* __restrict__ queries,    // the place of each query, or null
+                                        float* __restrict__ output,         // [all rows, head_dim]
+                                        float* __restrict__ lse,            // [all rows]
+                                        const int64 num_rows, const int num_parts, const int num_heads,
+                                        const int head_dim) {
     const int64 row = (blockIdx.x * (int64)blockDim.x + threadIdx.x) / 32;
     const int lane = threadIdx.x & 31;
     if (row >= num_rows) return;  // whole warps only
@@ -43,10 +45,11 @@ extern "C" __global__ void merge_states(const float* __restrict__ outputs,  // [
             }
         }
     }
+    const int64 target = queries ? queries[row / num_heads] * (int64)num_heads + row % num_heads : row;
 #pragma unroll
     for (int quad = 0; quad < kQuads; quad++) {
         const int dim = (quad * 32 + lane) * 4;
-        if (dim < head_dim) *reinterpret_cast<float4*>(output + row * head_dim + dim) = total[quad];
+        if (dim < head_dim) *reinterpret_cast<float4*>(output + target * head_dim + dim) = total[quad];
     }
-    if (lane == 0) lse[row] = state.lse();
+    if (lane == 0) lse[target] = state.lse();
 }

@@ -16,6 +16,8 @@ typedef long long int64;
 #define INT8 4
 
 #define NEGATIVE_INFINITY __int_as_float(0xFF800000)  // INFINITY is not defined at run-time compilation
+#define POSITIVE_INFINITY __int_as_float(0x7F800000)
+#define NOT_A_NUMBER __int_as_float(0x7FC00000)
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 
@@ -33,6 +35,11 @@ __device__ __forceinline__ float float_from_half(uint32 bits) {
 }
 
 __device__ __forceinline__ float float_from_bfloat(uint32 bits) { return __uint_as_float(bits << 16); }
+
+// The nearest number that float16 holds, for finite numbers.
+__device__ __forceinline__ float clamp_to_half(float value) {
+    return fabsf(value) < POSITIVE_INFINITY ? fminf(fmaxf(value, -65504.0f), 65504.0f) : value;
+}
 
 // e4m3 has float16's sign and a bias smaller by 8: move the bits into place, multiply by 2^8.
 __device__ __forceinline__ float float_from_e4m3(uint32 bits) {
@@ -58,6 +65,9 @@ __device__ __forceinline__ float float_from_int8(uint32 word, int index) {
 __device__ __forceinline__ uint32 int8_from_float(float value) {
     return (uint32)__float2int_rn(fminf(fmaxf(value, -127.0f), 127.0f)) & 0xFFu;
 }
+
+// 1 / a scale of values; 0 for a scale whose reciprocal no float holds, which only a block from elsewhere can have.
+__device__ __forceinline__ float invert_scale(float scale) { return scale > 1e-37f ? 1.0f / scale : 0.0f; }
 
 // Two floats into one register of two 16-bit numbers, `low` in the lower half.
 template <int kStorage>

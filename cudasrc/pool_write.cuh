@@ -26,14 +26,22 @@ __device__ __forceinline__ PoolRow find_row(uint8* pool, int64 slot, bool is_val
 }
 
 // Divide the row that a warp holds by its scale and return the scale. Lanes beyond the row hold zeros; all take part.
+// A row below the smallest peak becomes zeros with a scale of 0. One that is not finite throughout gets a scale that is
+// not a number: it reads as that, all of it, as its own elements would from wider storage.
 __device__ __forceinline__ float quantize(float (&elements)[kElements]) {
     constexpr float kLargest = largest_stored(STORAGE);
     float peak = 0.0f;
+    bool is_finite = true;
 #pragma unroll
-    for (int i = 0; i < kElements; i++) peak = fmaxf(peak, fabsf(elements[i]));
+    for (int i = 0; i < kElements; i++) {
+        peak = fmaxf(peak, fabsf(elements[i]));
+        is_finite = is_finite && fabsf(elements[i]) < POSITIVE_INFINITY;  // false for what is not a number
+    }
+    is_finite = __all_sync(~0u, is_finite);
     peak = warp_max(peak);
-    const float factor = peak < kSmallestPeak ? 0.0f : kLargest / peak;
+    const bool is_stored = is_finite && peak >= kSmallestPeak;
+    const float factor = kLargest / peak;
 #pragma unroll
-    for (int i = 0; i < kElements; i++) elements[i] *= factor;
-    return peak / kLargest;
+    for (int i = 0; i < kElements; i++) elements[i] = is_stored ? elements[i] * factor : 0.0f;
+    return is_stored ? peak / kLargest : is_finite ? 0.0f : NOT_A_NUMBER;
 }

@@ -199,3 +199,20 @@ def test_sample_draws_from_the_softmax_and_repeats_for_a_seed(backend):
     first = run(backend, lambda a: backend.sample(a, ones, seeds), logits)
     np.testing.assert_allclose(np.bincount(first, minlength=4) / 2000, probabilities, atol=0.04)
     np.testing.assert_array_equal(run(backend, lambda a: backend.sample(a, ones, seeds), logits), first)
+
+
+def test_activations_beyond_float16_become_its_largest_number_and_none_becomes_infinite():
+    backend, driver = make_virtual_backend(make_layout(num_blocks=1))
+    rows = np.array([[65504, 65520, 1e6, -3e38, np.inf, -np.inf, np.nan, 6e-8]], np.float32)
+    kept = np.array([[65504, 65504, 65504, -65504, np.inf, -np.inf, np.nan, 6e-8]], np.float16)
+
+    def job() -> tuple[np.ndarray, np.ndarray]:
+        x, ones = backend.from_host(rows), backend.from_host(np.ones((1, 8), np.float16))
+        finite = backend.from_host(np.nan_to_num(rows, nan=0, posinf=0, neginf=0))
+        return backend.to_host(backend.cast(x, 1)), backend.to_host(backend.linear(finite, ones))
+
+    cast, product = backend.submit(job).result()
+    np.testing.assert_array_equal(cast.view(np.float16), kept)
+    assert product[0, 0] == pytest.approx(2 * 65504, rel=1e-6)
+    backend.close()
+    driver.assert_clean()

@@ -7,8 +7,10 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from cuda.bindings import driver as real
 
 from helpers.captured_twins import BLOCK_SIZE, MIN_PARTITION, NUM_BLOCKS, Twins, open_backend, pool_of, run, submit
+from helpers.device_memory import no_memory
 from helpers.tiny_models import make_tiny_model
 from pagedkv.compute.cuda import graphs
 from pagedkv.compute.layout import KvLayout
@@ -178,7 +180,7 @@ def test_bad_input_is_refused_by_name_and_the_next_step_is_right(opened, field, 
 
 
 @pytest.mark.parametrize("call", ["cuStreamBeginCapture", "cuStreamEndCapture", "cuGraphInstantiate", "cuLaunchKernel"])
-def test_a_step_that_cannot_be_captured_runs_without_a_graph_and_says_so(opened, caplog, call):
+def test_kn30_a_step_that_cannot_be_captured_runs_without_a_graph_says_so_and_is_tried_again(opened, caplog, call):
     twins, driver = opened
     twins.add(0, 4)
     twins.add(1, 4)
@@ -188,31 +190,76 @@ def test_a_step_that_cannot_be_captured_runs_without_a_graph_and_says_so(opened,
     driver.fail[call] = driver.calls[call] + (launches + 5 if call == "cuLaunchKernel" else 1)
     for _ in range(3):
         twins.step([0])
-    assert driver.calls["cuGraphLaunch"] == 1
     assert [record.getMessage() for record in caplog.records] == [
-        "steps of 1 rows cannot be captured as a graph and run without"
+        "steps of 1 rows cannot be captured as a graph for now and run without"
     ]
-    assert twins.backend.failure is None
+    assert counters(twins) == (2, 1, 3, 1)
+    assert twins.backend.health.failure is None
+
+
+def counters(twins):
+    """Captures, captures that failed, steps by a graph, steps that should have been."""
+    found = twins.backend.graphs
+    return found.num_captured, found.num_failed, found.num_replayed, found.num_fallbacks
 
 
 @pytest.mark.parametrize("products_before", [3, 20], ids=["first-run", "under-capture"])
-def test_a_step_whose_products_fail_once_runs_without_a_graph(opened, caplog, products_before):
+def test_kn30_a_step_whose_products_fail_once_runs_without_a_graph_once(opened, caplog, products_before):
     twins, driver = opened
     twins.add(0, 4)
     cublas = twins.backend._cublas
     cublas.fail_at = cublas.num_calls + products_before
     for _ in range(2):
         twins.step([0])
-    assert driver.calls["cuGraphLaunch"] == 0
-    assert len(caplog.records) == 1
-    assert twins.backend.failure is None
+    assert counters(twins) == (1, 1, 1, 1)
+    assert driver.calls["cuGraphLaunch"] == len(caplog.records) == 1
+    assert twins.backend.health.failure is None
+
+
+def test_kn30_a_step_that_can_never_be_captured_is_tried_more_and_more_rarely(opened):
+    twins, driver = opened
+    twins.add(0, 4)
+    driver.cuStreamBeginCapture = lambda *args: (real.CUresult.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED,)
+    for _ in range(20):
+        twins.step([0])
+    assert counters(twins) == (0, 5, 0, 20)  # at steps 1, 2, 4, 8 and 16
+
+
+def test_kn30_an_odd_batch_is_padded_though_every_block_of_the_pool_is_taken(opened):
+    """All blocks hold tokens: the padding reads none and writes none."""
+    twins, _ = opened
+    for sequence in range(3):
+        twins.add(sequence, 4)
+    for sequence in range(3, 48):
+        twins.add(sequence, BLOCK_SIZE)
+    assert not twins.free
+    before = counters(twins)
+    for _ in range(2):
+        twins.step([0, 1, 2])
+    np.testing.assert_array_equal(pool_of(twins.captured), pool_of(twins.plain))
+    assert np.subtract(counters(twins), before).tolist() == [1, 0, 2, 0]
+
+
+def test_kn30_a_capture_without_memory_is_counted_and_made_when_there_is_memory_again(opened):
+    twins, driver = opened
+    for sequence in range(3):
+        twins.add(sequence, 4)
+    twins.step([0])
+    with no_memory(driver), pytest.raises(DeviceError, match="does not fit"):
+        run(twins.captured, twins.step_of([0, 1, 2]))
+    assert counters(twins)[:2] == (1, 1)
+    for sequence in range(3):  # the step that failed wrote nothing
+        twins.lens[sequence] -= 1
+    twins.step([0, 1, 2])
+    assert counters(twins)[:3] == (2, 1, 2)
+    assert twins.backend.health.failure is None
 
 
 def test_a_fault_of_a_replay_fails_its_step_and_every_later_one(opened):
     twins, driver = opened
     twins.add(0, 4)
     run(twins.captured, twins.step_of([0]))
-    driver.fail["cuGraphLaunch"] = 2
+    driver.fail, driver.fail_code = {"cuGraphLaunch": 2}, real.CUresult.CUDA_ERROR_LAUNCH_FAILED
     with pytest.raises(DeviceError, match="cuGraphLaunch"):
         run(twins.captured, twins.step_of([0]))
     with pytest.raises(DeviceError, match="cuGraphLaunch"):

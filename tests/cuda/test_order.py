@@ -173,7 +173,7 @@ def test_a_fault_fails_its_job_and_every_later_one():
     )
     with pytest.raises(DeviceError, match="ILLEGAL_ADDRESS"):
         future.result()
-    assert backend.failure is not None
+    assert backend.health.failure is not None
     with pytest.raises(DeviceError):
         backend.submit(lambda: attend(backend, make_case(layout, [1], [1], np.random.default_rng(0)), 0)).result()
     backend.close()

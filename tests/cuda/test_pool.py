@@ -122,7 +122,8 @@ def test_the_raw_pool_is_a_capsule_of_bytes_over_all_blocks(opened):
 @pytest.mark.parametrize("number", [None, 1, 2, "own"])
 def test_a_consumers_stream_sees_what_was_written_before_the_capsule_was_made(schedule, number):
     backend, driver = make_virtual_backend(make_layout(4, 2, 64, 16, 4, 2), schedule=schedule)
-    stream = int(driver.cuStreamCreate(1)[1]) if number == "own" else number
+    with backend.device.context.pushed():
+        stream = int(driver.cuStreamCreate(1)[1]) if number == "own" else number
     row = np.random.default_rng(0).standard_normal((2, 64)).astype(np.float32)
     seen = np.empty(64, np.float32)
 

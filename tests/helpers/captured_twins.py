@@ -48,12 +48,13 @@ class ColumnwiseCublas(VirtualCublas):
 
 
 class CountingDriver(VirtualDriver):
-    """Counts calls, and fails the one named in `fail` when its count gets there."""
+    """Counts calls, and fails the one named in `fail` with `fail_code` when its count gets there."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.calls: Counter[str] = Counter()
         self.fail: dict[str, int] = {}
+        self.fail_code = real.CUresult.CUDA_ERROR_OUT_OF_MEMORY
 
     def __getattribute__(self, name: str) -> Any:
         found = super().__getattribute__(name)
@@ -66,7 +67,7 @@ class CountingDriver(VirtualDriver):
         def fail(*args: Any) -> tuple[Any, ...]:
             if name == "cuStreamEndCapture":  # ends it in any case
                 found(*args)
-            return real.CUresult.CUDA_ERROR_UNKNOWN, None
+            return self.fail_code, None
 
         return fail
 

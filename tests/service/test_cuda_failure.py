@@ -29,9 +29,9 @@ def fault_in_a_kernel(running):
 
 
 def refused_launch(running):
-    """The driver refuses every launch of a kernel or a graph from now on."""
+    """The driver answers every launch of a kernel or a graph with the failure of an earlier one from now on."""
     for name in ("cuLaunchKernel", "cuGraphLaunch"):
-        setattr(running.driver, name, lambda *args: (CUresult.CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES,))
+        setattr(running.driver, name, lambda *args: (CUresult.CUDA_ERROR_LAUNCH_FAILED,))
 
 
 async def attend(client):
@@ -103,17 +103,21 @@ async def test_a_device_failure_met_by_any_call_is_the_answer_to_all_later_ones(
         await assert_answers_nothing(running)
 
 
-async def test_device_memory_that_ends_in_the_middle_of_service_says_what_to_lower(tmp_path):
-    """A step that could not be computed left tokens committed but not written: nothing may be answered from them."""
+async def test_cu03_device_memory_that_ends_in_the_middle_of_service_ends_that_request_and_says_what_to_lower(tmp_path):
     async with whole_service(make_tiny_model(tmp_path), "cuda", metrics_port=0) as running:
         await running.client.allocate("a")
         await generate(running.client)
+        prompt = {"token_ids": [7] * 300, "max_tokens": 4}
         running.driver.cuMemAlloc = lambda size: (CUresult.CUDA_ERROR_OUT_OF_MEMORY, 0)
         with pytest.raises(DeviceError, match="lower --memory or --max-batch-tokens") as caught:
-            await collect(running.client.generate(token_ids=[7] * 300, max_tokens=4))
+            await collect(running.client.generate(**prompt))
+        assert caught.value.reason == "DEVICE_ERROR"
         assert int(caught.value.details["asked"]) > 0
         assert int(caught.value.details["free"]) > 0
-        await assert_answers_nothing(running)
+        del running.driver.cuMemAlloc
+        assert await collect(running.client.generate(**prompt))
+        assert await health(running.service.address) == {SERVING}
+        assert (await running.client.audit()).ok
 
 
 async def test_a_stream_in_the_middle_ends_with_the_error_and_so_do_the_waiting_ones(tmp_path):

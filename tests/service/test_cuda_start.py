@@ -57,9 +57,9 @@ def opened(driver, **options):
     return service.layout, "\n".join(said)
 
 
-def test_a_pool_of_a_share_is_one_of_the_free_device_memory_and_says_what_is_left():
+def test_a_pool_of_a_share_is_one_of_what_kernels_leave_and_says_what_is_left():
     layout, said = opened(make_driver(), memory="0.5")
-    assert layout.num_blocks == MEMORY // 2 // BLOCK
+    assert layout.num_blocks == (MEMORY - 4096) // 2 // BLOCK  # modules keep a little
     assert "cuda, Virtual GPU (sm_80), sm_80 (as asked)" in said
     assert f"{layout.num_blocks} blocks of 16 tokens" in said
     assert "GiB of the device are left" in said
@@ -82,11 +82,30 @@ def test_a_host_pool_beyond_the_pinned_memory_says_which_flag_to_lower():
     assert "the host pool of 67108864 bytes does not fit in pinned memory; lower --swap-memory" in error.message
 
 
-def test_weights_beyond_what_the_pool_left_say_asked_free_and_which_flag_to_lower(tmp_path):
+def test_a_pool_of_a_share_leaves_room_for_weights_workspace_and_the_arrays_of_steps(tmp_path):
+    driver = make_driver(memory_bytes=32 << 20)
+    options = make_options(model=str(make_tiny_model(tmp_path)), shape=None, memory="0.999", max_batch_tokens=64)
+    service = build_service(options, open_backend=virtual_opener(driver))
+    left = driver.memory.device_size - driver.memory.used
+    assert service.model is not None
+    needed = backends.working_bytes(options, service.model.config)
+    assert needed <= left < needed + 0.001 * driver.memory.device_size + service.layout.block_bytes
+    service.backend.close()
+    assert_untouched(driver)
+
+
+def test_weights_beyond_the_device_memory_say_asked_free_and_which_flag_to_lower(tmp_path):
     path = make_tiny_model(tmp_path)
-    error = refused(make_driver(), DeviceError, model=str(path), shape=None, memory="0.97")
+    error = refused(make_driver(memory_bytes=256 << 10), DeviceError, model=str(path), shape=None, memory="0.97")
     assert "does not fit" in error.message
     assert "lower --memory" in error.message
+    assert int(error.details["asked"]) > int(error.details["free"])
+
+
+def test_a_pool_of_bytes_beyond_what_weights_left_says_asked_free_and_which_flag_to_lower(tmp_path):
+    path = make_tiny_model(tmp_path)
+    error = refused(make_driver(memory_bytes=8 << 20), DeviceError, model=str(path), shape=None, memory="7MiB")
+    assert "the page pool of" in error.message
     assert int(error.details["asked"]) > int(error.details["free"])
 
 

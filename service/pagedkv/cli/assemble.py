@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.markup import escape
 
 from pagedkv.cache import CacheManager
-from pagedkv.cli.backends import OnProgress, Say, open_backend
+from pagedkv.cli.backends import OnProgress, Say, open_backend, open_pools, working_bytes
 from pagedkv.cli.options import ServeOptions
 from pagedkv.compute.backend import Backend
 from pagedkv.compute.cpu.backend import CpuBackend
@@ -114,6 +114,7 @@ def build_service(
             None if path is None else load_model(path, backend, lambda line: say(f"[bold]weights[/]  {escape(line)}"))
         )
         backend.warm_up()
+        open_pools(backend, options, say, working_bytes(options, config))
     except BaseException:
         backend.close()
         raise

@@ -11,10 +11,12 @@ from pagedkv.cli.options import ServeOptions, parse_memory
 from pagedkv.compute.cpu.backend import CpuBackend
 from pagedkv.compute.cpu.pool import available_memory
 from pagedkv.compute.cuda.backend import CudaBackend
+from pagedkv.compute.cuda.graphs import MAX_GRAPH_ROWS
 from pagedkv.compute.cuda.select import check_cuda, open_cuda_backend
 from pagedkv.compute.layout import KvLayout
 from pagedkv.config import KvShape
 from pagedkv.errors import DeviceError, InvalidArgument
+from pagedkv.model import ModelConfig
 
 OnProgress = Callable[[int, int, str], None]
 Say = Callable[[str], None]
@@ -55,23 +57,50 @@ def open_cpu(options: ServeOptions, shape: KvShape, on_compile: OnProgress, say:
 
 
 def open_cuda(options: ServeOptions, shape: KvShape, on_compile: OnProgress, say: Say, **stand_ins: Any) -> CudaBackend:
-    """Open the CUDA backend; a share of --memory is one of the free device memory.
+    """Open the CUDA backend, its pools not yet: see `open_pools`.
 
     `stand_ins` go to CudaBackend: tests put `driver_module` and `cublas` in the place of the real ones.
     """
     libraries = {name: stand_ins.get(name) for name in ("driver_module", "cublas")}
     check_cuda(needs_cublas=options.model is not None, **libraries)
-    backend = open_cuda_backend(
-        lambda free: size_pool(options, shape, free),
-        on_compile=on_compile,
-        num_host_blocks=size_host_pool(options, KvLayout(shape, 1, options.block_size).block_bytes),
-        **stand_ins,
-    )
+    backend = open_cuda_backend(shape, options.block_size, on_compile=on_compile, **stand_ins)
+    try:  # what cannot fit even now is refused before a model is loaded
+        backend.require_room(size_pool(options, shape, backend.free_bytes()))
+    except BaseException:
+        backend.close()
+        raise
     info, reason = backend.device.context.info, "as asked" if options.backend == "cuda" else "it is there"
     say(f"[bold]backend[/]  cuda, {escape(info.name)}, sm_{info.capability[0]}{info.capability[1]} ({reason})")
-    say(f"{_describe_pool(backend.layout)}; {backend.pool.free_bytes_left / _GIB:.2f} GiB of the device are left")
-    _say_host_pool(backend, say)
     return backend
+
+
+def open_pools(backend: CpuBackend | CudaBackend, options: ServeOptions, say: Say, working_bytes: int = 0) -> None:
+    """Open the pools of a backend that has everything else: a share of --memory is one of what is free by now.
+
+    `working_bytes` are left for the arrays and graphs of steps. The CPU's pools are open already. Raises
+    InvalidArgument for a pool that holds no block, DeviceError for one that does not fit.
+    """
+    if isinstance(backend, CpuBackend):
+        return
+    layout = size_pool(options, backend.layout.shape, max(0, backend.free_bytes() - working_bytes))
+    backend.open_pools(layout, size_host_pool(options, layout.block_bytes))
+    say(f"{_describe_pool(layout)}; {backend.pool.free_bytes_left / _GIB:.2f} GiB of the device are left")
+    _say_host_pool(backend, say)
+
+
+def working_bytes(options: ServeOptions, config: ModelConfig | None) -> int:
+    """Return an estimate of the bytes that steps' arrays take, once for prompts and once for the graphs of decoding.
+
+    Of a layer that is: the residual, its norm and a product, queries, keys, values and attended rows, three arrays of
+    the MLP, and a copy of half the size of what a product reads; behind the layers, the logits.
+    """
+    if config is None:
+        return 0
+    heads = (config.num_heads + config.num_kv_heads) * config.head_dim
+    row_bytes = 4 * (4 * config.hidden_size + 3 * heads + 4 * config.intermediate_size)
+    rows = options.max_batch_tokens + MAX_GRAPH_ROWS
+    logits_bytes = 4 * config.vocab_size * (options.max_num_seqs + MAX_GRAPH_ROWS)
+    return rows * row_bytes + logits_bytes
 
 
 def size_pool(options: ServeOptions, shape: KvShape, available_bytes: int) -> KvLayout:

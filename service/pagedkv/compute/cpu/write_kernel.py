@@ -1,7 +1,8 @@
 """The kernel that scatters new keys and values into the pool, converting or quantising them.
 
 A work item is a run of tokens; a thread writes all KV heads of K and V of its tokens. A quantised row is stored
-relative to its own largest magnitude, whose quotient becomes the row's scale.
+relative to its own largest magnitude, whose quotient becomes the row's scale. One that is not finite throughout gets a
+scale that is not a number: it reads as that, all of it, as its own elements would from wider storage.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from pagedkv.compute.cpu.simd import (
     KIND_F16,
     KIND_F32,
     KIND_I8,
+    fma,
     hmax,
+    hsum,
     load_as,
     load_i64,
     mul,
@@ -52,6 +55,7 @@ ITEM_TOKENS: Final = 8
 _LARGEST: Final = {KIND_I8: 127.0, KIND_E4M3: 448.0}
 _SMALLEST_PEAK: Final = np.float32(1e-30)  # a row below it is stored as zeros
 _ZERO: Final = np.float32(0.0)
+_NAN: Final = np.float32(np.nan)
 
 
 def make_write_kernel(width: int, kind: int) -> Callable[[int, int], None]:
@@ -118,18 +122,20 @@ def _make_convert_row(width: int, source_kind: int, kind: int) -> Step:
 
     @compiled
     def convert_row(source: int, target: int, scale: int, head_dim: int) -> None:
-        factor = np.float32(1.0)
+        factor, is_stored = np.float32(1.0), True
         if is_quantized:
-            peaks = splat(_ZERO, width)
+            peaks, nothing = splat(_ZERO, width), splat(_ZERO, width)
             for dim in range(0, head_dim, width):
-                peaks = vmax(peaks, vabs(load_as(source + dim * source_bytes, width, source_kind)))
-            peak = hmax(peaks)
-            factor = _ZERO if peak < _SMALLEST_PEAK else largest / peak
-            store_f32(scale, peak / largest)
+                value = load_as(source + dim * source_bytes, width, source_kind)
+                peaks, nothing = vmax(peaks, vabs(value)), fma(value, splat(_ZERO, width), nothing)
+            peak, is_finite = hmax(peaks), hsum(nothing) == _ZERO  # else it is not a number
+            is_stored = is_finite and peak >= _SMALLEST_PEAK
+            factor = largest / peak if is_stored else _ZERO
+            store_f32(scale, peak / largest if is_stored else _ZERO if is_finite else _NAN)
         for dim in range(0, head_dim, width):
             value = load_as(source + dim * source_bytes, width, source_kind)
             if is_quantized:
-                value = mul(value, splat(factor, width))
+                value = mul(value, splat(factor, width)) if is_stored else splat(_ZERO, width)
             store_as(target + dim * item_bytes, value, kind)
 
     return convert_row

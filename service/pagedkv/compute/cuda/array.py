@@ -6,12 +6,13 @@ import ctypes
 import math
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from pagedkv.compute.cuda.driver import Context
+from pagedkv.compute.cuda.driver import Context, is_out_of_memory
 from pagedkv.errors import DeviceError
 
 
@@ -85,12 +86,14 @@ class ScratchMemory:
     """A stream-ordered allocator: memory dropped on the host is reused at once, for all its users run on one stream.
 
     Whatever used a buffer before was enqueued earlier on the same stream, so it is over when the next user starts.
+    Where the device has none left, `make_room` is called once and the driver asked again: buffers kept for one size
+    class go back to it for another.
     """
 
-    def __init__(self, context: Context) -> None:
-        self._context, self._driver = context, context.driver
+    def __init__(self, context: Context, make_room: Callable[[], None]) -> None:
+        self._context, self._driver, self._make_room = context, context.driver, make_room
         self._free: dict[int, list[int]] = {}
-        self._all: list[int] = []
+        self._all: dict[int, int] = {}  # size by pointer
         self._lock = threading.RLock()  # a finaliser may run inside `allocate` on the same thread
         self.allocated_bytes = 0
 
@@ -100,36 +103,47 @@ class ScratchMemory:
         return DeviceArray(owner.pointer, shape, dtype, owner)
 
     def allocate(self, nbytes: int) -> Allocation:
-        """Return at least `nbytes` bytes, aligned to 256."""
+        """Return at least `nbytes` bytes, aligned to 256. Raises DeviceError when the device has no memory left."""
         size = _size_class(nbytes)
         with self._lock:
-            free = self._free.setdefault(size, [])
+            free = self._free.get(size)
             pointer = free.pop() if free else self._take(size)
         owner = Allocation(pointer)
         weakref.finalize(owner, self._give_back, size, pointer).atexit = False
         return owner
 
     def _take(self, size: int) -> int:
-        try:
-            pointer = int(self._driver.call("cuMemAlloc", size))
-        except DeviceError as error:
-            if "OUT_OF_MEMORY" not in str(error):
-                raise
-            raise out_of_memory(self._context, size, "scratch memory", "--memory or --max-batch-tokens") from error
-        self._all.append(pointer)
+        pointer = int(retried(self._ask, size, self._make_room, self._refusal))
+        self._all[pointer] = size
         self.allocated_bytes += size
         return pointer
 
+    def _ask(self, size: int) -> Any:
+        return self._driver.call("cuMemAlloc", size)
+
+    def _refusal(self, size: int) -> DeviceError:
+        return out_of_memory(self._context, size, "scratch memory", "--memory or --max-batch-tokens")
+
     def _give_back(self, size: int, pointer: int) -> None:
         with self._lock:
-            if size in self._free:  # else all memory was released
-                self._free[size].append(pointer)
+            if pointer in self._all:  # else all memory was released
+                self._free.setdefault(size, []).append(pointer)
+
+    def trim(self) -> None:
+        """Give what nobody uses back to the driver; no work may be under way that used it."""
+        with self._lock:
+            unused, self._free = [pointer for free in self._free.values() for pointer in free], {}
+            for pointer in unused:
+                self._driver.call("cuMemFree", pointer)
+                self.allocated_bytes -= self._all.pop(pointer)
 
     def release(self) -> None:
         """Free everything; the device must be idle."""
-        for pointer in self._all:
+        with self._lock:
+            pointers, self._all, self._free = list(self._all), {}, {}
+            self.allocated_bytes = 0
+        for pointer in pointers:
             self._driver.call("cuMemFree", pointer)
-        self._all, self._free = [], {}
 
 
 class PinnedBuffer:
@@ -143,38 +157,79 @@ class PinnedBuffer:
 
 
 class PinnedMemory:
-    """Staging buffers by size class. A buffer is the taker's until it is given back, after its copy's event."""
+    """Staging buffers by size class, at most `limit` bytes of them, used and kept.
 
-    def __init__(self, context: Context) -> None:
-        self._driver = context.driver
-        self._free: dict[int, list[PinnedBuffer]] = {}
-        self._all: list[int] = []
+    A buffer is the taker's until it is given back, after its copy's event.
+    """
+
+    def __init__(self, context: Context, limit: int) -> None:
+        self._driver, self._limit = context.driver, limit
+        self._free: dict[int, list[int]] = {}
+        self._all: dict[int, int] = {}  # size by pointer
         self._lock = threading.Lock()
         self.allocated_bytes = 0
 
-    def take(self, nbytes: int) -> PinnedBuffer:
-        """Return a buffer of at least `nbytes` bytes."""
+    def take(self, nbytes: int) -> PinnedBuffer | None:
+        """Return a buffer of at least `nbytes` bytes; None where it would pass the limit: then stage nothing.
+
+        Raises DeviceError where the machine has no memory to pin.
+        """
         size = _size_class(nbytes)
         with self._lock:
-            free = self._free.setdefault(size, [])
+            free = self._free.get(size)
             if free:
-                return free.pop()
-        pointer = int(self._driver.call("cuMemHostAlloc", size, 0))
-        with self._lock:
-            self._all.append(pointer)
-            self.allocated_bytes += size
-        return PinnedBuffer(pointer, size)
+                return PinnedBuffer(free.pop(), size)
+            if self.allocated_bytes + size > self._limit:
+                self._trim()
+            return None if self.allocated_bytes + size > self._limit else PinnedBuffer(self._take(size), size)
+
+    def _take(self, size: int) -> int:
+        pointer = int(retried(self._ask, size, self._trim, self._refusal))
+        self._all[pointer] = size
+        self.allocated_bytes += size
+        return pointer
+
+    def _ask(self, size: int) -> Any:
+        return self._driver.call("cuMemHostAlloc", size, 0)
+
+    def _refusal(self, size: int) -> DeviceError:
+        message = f"a staging buffer of {size} bytes does not fit in pinned memory, {self.allocated_bytes} are taken"
+        return DeviceError(f"{message}; lower --swap-memory", asked=size, taken=self.allocated_bytes)
 
     def give_back(self, buffer: PinnedBuffer) -> None:
         """Let the next taker write to the buffer: no copy may read or write it any more."""
         with self._lock:
-            self._free[buffer.size].append(buffer)
+            self._free.setdefault(buffer.size, []).append(buffer.pointer)
+
+    def _trim(self) -> None:
+        """Give the buffers that nobody has back to the driver: their copies are over."""
+        unused, self._free = [pointer for free in self._free.values() for pointer in free], {}
+        for pointer in unused:
+            self._driver.call("cuMemFreeHost", pointer)
+            self.allocated_bytes -= self._all.pop(pointer)
 
     def release(self) -> None:
         """Free everything; the device must be idle."""
-        for pointer in self._all:
+        pointers, self._all, self._free = list(self._all), {}, {}
+        self.allocated_bytes = 0
+        for pointer in pointers:
             self._driver.call("cuMemFreeHost", pointer)
-        self._all, self._free = [], {}
+
+
+def retried(
+    ask: Callable[[int], Any], size: int, make_room: Callable[[], None], refusal: Callable[[int], DeviceError]
+) -> Any:
+    """Return `ask(size)`, asked once more after `make_room` where there is no memory; then raise `refusal(size)`."""
+    try:
+        return ask(size)
+    except DeviceError as error:
+        if not is_out_of_memory(error):
+            raise
+    make_room()
+    try:
+        return ask(size)
+    except DeviceError as error:
+        raise (refusal(size) if is_out_of_memory(error) else error) from error
 
 
 def out_of_memory(context: Context, asked: int, what: str, flag: str) -> DeviceError:

@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from pagedkv.compute.backend import AttentionBatch, AttentionParams, AttentionResult
 from pagedkv.compute.cpu import validation
 from pagedkv.compute.cuda.array import DeviceArray
 from pagedkv.compute.cuda.device import Device, require_array
 from pagedkv.compute.cuda.kernels import Variant, choose_attention, plain_variant, storage_code
+from pagedkv.compute.cuda.plan import Share, choose_partitions, divide, make_tiles
 from pagedkv.compute.cuda.pool import DevicePool
 from pagedkv.compute.layout import KvLayout
 from pagedkv.config import require
 
-MAX_PARTITIONS = 128
-KEY_GRAIN = 64  # a part is a multiple of a tile's keys
-FIXED_KEYS = 64  # what begin and end of a CTA cost, in keys
+
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """A share of a batch with its arrays on the device. Where `rows` is None it is the whole batch."""
+
+    variant: Variant
+    grid: tuple[int, int, int]
+    num_queries: int
+    tiles: DeviceArray
+    starts: DeviceArray  # of the sequences' outputs
+    rows: DeviceArray | None  # where the outputs of partitions are to go, merged
 
 
 class CudaAttention:
-    """A device's pool and attention over it. `min_partition`: fewest keys that are worth a CTA of their own.
+    """Attention over a device's pool, once that is open. `min_partition`: fewest keys worth a CTA of their own.
 
     `tensor_cores` forces the choice of the attention path where the storage type allows it.
     """
@@ -33,7 +41,6 @@ class CudaAttention:
     ) -> None:
         storage_code(layout.shape.dtype)
         self.layout, self.device = layout, device
-        self.pool = DevicePool(device.context, layout, device.streams.compute, device.events)
         self._min_partition, self._tensor_cores = min_partition, tensor_cores
         self._block_shift = layout.block_size.bit_length() - 1
         item = layout.shape.dtype.itemsize
@@ -42,16 +49,22 @@ class CudaAttention:
         strides = (layout.block_bytes, self._head_bytes, self._value_bytes, self._scale_bytes)
         self._pool_arguments = (*strides, self._block_shift, layout.shape.num_kv_heads)
 
+    def open_pool(self, layout: KvLayout) -> None:
+        """Take the pool's memory; `layout` differs from the one given at first in the number of blocks alone."""
+        self.pool = DevicePool(self.device.context, layout, self.device.streams.compute, self.device.events)
+        self.layout = layout
+
     def attend(
         self, layer: int, queries: DeviceArray, batch: AttentionBatch, params: AttentionParams
     ) -> AttentionResult:
         """See `KvOps.attend`."""
+        device, arrays = self.device, (batch.block_tables, batch.context_lens, batch.query_starts)
         validation.check_layer(self.layout, layer)
         self._check_rows(queries, "queries", self.layout.shape.num_heads)
-        validation.check_params(self.layout, params)
-        may_pad = self.device.recording is not None
-        check_key = ("batch", id(batch.block_tables), params.window)
-        self.device.check(check_key, lambda: self._check_batch(batch, params.window, may_pad=may_pad))
+        device.once(("params", id(params)), params, lambda: validation.check_params(self.layout, params))
+        may_pad = device.recording is not None
+        key = ("batch", *map(id, arrays), params.window)
+        device.check(key, arrays, lambda: self._check_batch(batch, params.window, may_pad=may_pad))
         last = int(batch.query_starts[-1])
         require(last == len(queries), "query_starts", f"must end at the number of queries ({len(queries)})", last)
         output = self.device.scratch.empty(queries.shape, np.float32)
@@ -69,18 +82,38 @@ class CudaAttention:
         output: DeviceArray,
         lse: DeviceArray,
     ) -> None:
-        shape, scratch = self.layout.shape, self.device.scratch
-        query_lens = np.diff(batch.query_starts)
-        variant = choose_attention(shape, int(query_lens.max()) * shape.group_size, self._tensor_cores)
-        tiles = self.device.derived(batch, lambda: make_tiles(query_lens, shape.group_size, variant.rows))
-        grid = (len(tiles), shape.num_kv_heads, self._num_partitions(variant, len(tiles), self._longest(batch)))
-        if grid[2] == 1:
-            self._launch_attend(variant, grid, layer, queries, batch, params, (tiles, output, lse))
-            return
-        outputs = scratch.empty((grid[2], *output.shape), np.float32)
-        lses = scratch.empty((grid[2], *lse.shape), np.float32)
-        self._launch_attend(variant, grid, layer, queries, batch, params, (tiles, outputs, lses))
-        self._merge(outputs, lses, output, lse)
+        scratch, window = self.device.scratch, params.window
+        for launch in self.device.once(("plan", id(batch), window), batch, lambda: self._plan(batch, window)):
+            if launch.grid[2] == 1:
+                self._launch_attend(launch, layer, queries, batch, params, (output, lse))
+                continue
+            outputs = scratch.empty((launch.grid[2], launch.num_queries, *output.shape[1:]), np.float32)
+            lses = scratch.empty(outputs.shape[:3], np.float32)
+            self._launch_attend(launch, layer, queries, batch, params, (outputs, lses))
+            self._merge(outputs, lses, output, lse, launch.rows)
+
+    def _plan(self, batch: AttentionBatch, window: int | None) -> list[_Launch]:
+        """Return the launches of a batch; a layer with another window has others."""
+        shape, limit = self.layout.shape, self.device.context.info.shared_bytes
+        capacity = None if self.device.recording is None else batch.block_tables.shape[1] * self.layout.block_size
+        shares = divide(
+            batch,
+            shape.group_size,
+            window,
+            lambda rows: choose_attention(shape, rows, self._tensor_cores, limit),
+            capacity,
+        )
+        return [self._prepare(share, batch, is_whole=len(shares) == 1) for share in shares]
+
+    def _prepare(self, share: Share, batch: AttentionBatch, *, is_whole: bool) -> _Launch:
+        device, shape = self.device, self.layout.shape
+        tiles = device.upload(make_tiles(share.query_lens, shape.group_size, share.variant.rows))
+        grid = (len(tiles), shape.num_kv_heads, self._num_partitions(share.variant, len(tiles), share.longest))
+        starts, num_queries = device.input(batch.query_starts, np.int32), int(batch.query_starts[-1])
+        if is_whole or grid[2] == 1:  # outputs lie where they belong
+            return _Launch(share.variant, grid, num_queries, tiles, starts, None)
+        rows = device.upload(share.rows(np.diff(batch.query_starts)))
+        return _Launch(share.variant, grid, share.num_queries, tiles, device.upload(share.starts), rows)
 
     def _check_batch(self, batch: AttentionBatch, window: int | None, *, may_pad: bool) -> None:
         """Check a batch; in a repeated step a context of 0 is padding, whatever its queries."""
@@ -88,12 +121,6 @@ class CudaAttention:
             lens = np.where(batch.context_lens == 0, np.diff(batch.query_starts), batch.context_lens)
             batch = replace(batch, context_lens=lens)
         validation.check_batch(self.layout, batch, window)
-
-    def _longest(self, batch: AttentionBatch) -> int:
-        """Return the longest context; in a recorded step the longest that its tables can hold."""
-        if self.device.recording is None:
-            return int(batch.context_lens.max())
-        return batch.block_tables.shape[1] * self.layout.block_size
 
     def _num_partitions(self, variant: Variant, num_tiles: int, longest: int) -> int:
         """Return how many CTAs share a (tile, KV head): so many that the device is filled, none with too few keys."""
@@ -103,32 +130,31 @@ class CudaAttention:
 
     def _launch_attend(
         self,
-        variant: Variant,
-        grid: tuple[int, int, int],
+        launch: _Launch,
         layer: int,
         queries: DeviceArray,
         batch: AttentionBatch,
         params: AttentionParams,
-        arrays: tuple[DeviceArray, DeviceArray, DeviceArray],
+        results: tuple[DeviceArray, DeviceArray],
     ) -> None:
         device, shape = self.device, self.layout.shape
         optional = [
             None if array is None else device.input(array, np.float32) for array in (params.alibi_slopes, params.sinks)
         ]
         device.launch(
-            variant,
-            grid,
+            launch.variant,
+            launch.grid,
             self.pool.layer_pointer(layer),
             queries.pointer,
             device.input(batch.block_tables, np.int32).pointer,
             device.input(batch.context_lens, np.int32).pointer,
             device.input(batch.query_starts, np.int32).pointer,
-            arrays[0].pointer,
+            launch.starts.pointer,
+            launch.tiles.pointer,
             *(0 if array is None else array.pointer for array in optional),
-            arrays[1].pointer,
-            arrays[2].pointer,
+            *(result.pointer for result in results),
             batch.block_tables.shape[1],
-            len(queries),
+            launch.num_queries,
             self.layout.block_bytes,
             self._head_bytes,
             self._value_bytes,
@@ -156,10 +182,18 @@ class CudaAttention:
         self._merge(outputs, lses, output, lse)
         return AttentionResult(output, lse)
 
-    def _merge(self, outputs: DeviceArray, lses: DeviceArray, output: DeviceArray, lse: DeviceArray) -> None:
-        pointers = (outputs.pointer, lses.pointer, output.pointer, lse.pointer)
-        variant = plain_variant("merge_states")
-        self.device.launch_items(variant, lse.size * 32, *pointers, lse.size, len(lses), output.shape[-1])
+    def _merge(
+        self,
+        outputs: DeviceArray,
+        lses: DeviceArray,
+        output: DeviceArray,
+        lse: DeviceArray,
+        rows: DeviceArray | None = None,
+    ) -> None:
+        """Merge partitions into `output` and `lse`: query i goes to row `rows[i]`, or i."""
+        pointers = (outputs.pointer, lses.pointer, 0 if rows is None else rows.pointer, output.pointer, lse.pointer)
+        sizes = (lses.shape[1] * lses.shape[2], len(lses), *output.shape[1:])
+        self.device.launch_items(plain_variant("merge_states"), sizes[0] * 32, *pointers, *sizes)
 
     def as_float32(self, array: DeviceArray) -> DeviceArray:
         """Return the array itself if it is float32, else a converted copy."""
@@ -181,28 +215,3 @@ class CudaAttention:
         fits = array.ndim == 3 and array.shape[1:] == (num_heads, self.layout.shape.head_dim)
         require(fits, field, f"must have shape {expected}", array.shape, expected)
         return code
-
-
-def choose_partitions(num_items: int, slots: int, num_keys: int, min_partition: int) -> int:
-    """Return into how many parts `num_items` of `num_keys` keys are divided, that `slots` of them run at a time.
-
-    The one with the least time: as many rounds as fill the slots, times the keys of a part.
-    """
-    most = max(1, min(-(-num_keys // min_partition), MAX_PARTITIONS))
-
-    def time(parts: int) -> int:
-        length = max(min_partition, -(-num_keys // parts))
-        return -(-num_items * parts // slots) * (-(-length // KEY_GRAIN) * KEY_GRAIN + FIXED_KEYS)
-
-    return min(range(1, most + 1), key=time)
-
-
-def make_tiles(query_lens: npt.NDArray[np.integer[Any]], group_size: int, rows: int) -> npt.NDArray[np.int32]:
-    """Return [num_tiles, 2]: the sequence of each query tile and the tile's number in it, the last one first.
-
-    A later tile sees more keys; the short ones, started last, fill up the device's end.
-    """
-    counts = -(-query_lens.astype(np.int64) * group_size // rows)
-    sequences = np.repeat(np.arange(len(counts)), counts)
-    numbers = np.repeat(np.cumsum(counts), counts) - 1 - np.arange(len(sequences))
-    return np.stack([sequences, numbers], axis=1).astype(np.int32)

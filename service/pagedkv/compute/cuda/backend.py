@@ -14,9 +14,10 @@ from pagedkv.compute.cuda.array import DeviceArray
 from pagedkv.compute.cuda.compiler import Compiler
 from pagedkv.compute.cuda.dense_ops import CudaDenseOps
 from pagedkv.compute.cuda.device import Device
-from pagedkv.compute.cuda.graphs import StepGraphs
+from pagedkv.compute.cuda.graphs import MAX_GRAPH_ROWS, StepGraphs
 from pagedkv.compute.cuda.host_pool import HostPool
 from pagedkv.compute.cuda.kernels import all_variants
+from pagedkv.compute.cuda.pool import no_room
 from pagedkv.compute.health import DeviceHealth
 from pagedkv.compute.layout import KvLayout
 from pagedkv.dtypes import DType
@@ -30,8 +31,10 @@ class CudaBackend(CudaDenseOps):
     `driver_module` and `cublas` stand in for `cuda.bindings.driver` and `nvmath.bindings.cublas`; `emit_ptx` is for
     drivers that take no CUBIN. `weight_dtype` is what quantised weights become; `on_compile(done, total, name)` hears
     of every kernel that `warm_up` compiles. `num_host_blocks` are there to swap to. Repeated steps of up to
-    `max_graph_rows` rows become CUDA graphs. Raises DeviceError where there is no device, no compiler or not enough
-    memory, UnsupportedModel for a storage type without kernels.
+    `max_graph_rows` rows become CUDA graphs. With `has_pool` false the pools are opened later, by `open_pools`, when
+    it is known what weights and kernels leave. Raises DeviceError where there is no device, no compiler or not enough
+    memory, UnsupportedModel for a storage type without kernels; then nothing stays taken. The caller's thread keeps
+    the CUDA context that it has.
     """
 
     name = "cuda"
@@ -51,21 +54,41 @@ class CudaBackend(CudaDenseOps):
         weight_dtype: DType = DType.FLOAT16,
         on_compile: Callable[[int, int, str], None] = lambda done, total, name: None,
         num_host_blocks: int = 0,
-        max_graph_rows: int = 64,
+        max_graph_rows: int = MAX_GRAPH_ROWS,
+        has_pool: bool = True,
     ) -> None:
         device = Device(driver_module, ordinal=ordinal, compiler=compiler, emit_ptx=emit_ptx)
-        with ExitStack() as held:
-            held.callback(device.close)
+        self._held, self._on_compile = ExitStack(), on_compile
+        with ExitStack() as failing:
+            failing.callback(device.close)
             super().__init__(device, layout, min_partition=min_partition, tensor_cores=tensor_cores)
-            held.callback(self.pool.release)
-            self.host_pool = HostPool(device, self.pool, num_host_blocks)
-            held.callback(self.host_pool.release)
             self.open_cublas(cublas, weight_dtype)
-            held.callback(self.close_cublas)
+            self._held.callback(self.close_cublas)
             self.graphs = StepGraphs(device, max_graph_rows)
-            held.callback(self.graphs.release)
-            self._held = held.pop_all()
-        self._on_compile = on_compile
+            self._held.callback(self.graphs.release)
+            if has_pool:
+                self.open_pools(layout, num_host_blocks)
+            failing.pop_all()
+
+    def free_bytes(self) -> int:
+        """Return the device memory that nobody has taken."""
+        with self.device.context.pushed():
+            return int(self.device.driver.call("cuMemGetInfo")[0])
+
+    def require_room(self, layout: KvLayout) -> None:
+        """Raise DeviceError if the page pool of a layout does not fit the memory that is free now."""
+        if layout.pool_bytes > self.free_bytes():
+            with self.device.context.pushed():
+                raise no_room(self.device.context, layout)
+
+    def open_pools(self, layout: KvLayout, num_host_blocks: int = 0) -> None:
+        """Take the memory of the page pool and of the host pool, once. Raises DeviceError and takes nothing."""
+        with self.device.context.pushed(), ExitStack() as taken:
+            self.open_pool(layout)
+            taken.callback(self.pool.release)
+            self.host_pool = HostPool(self.device, self.pool, num_host_blocks)
+            taken.callback(self.host_pool.release)
+            self._held.callback(taken.pop_all().close)
 
     def submit(self, job: Callable[[], T]) -> Future[T]:
         """See `Backend.submit`."""
@@ -120,14 +143,15 @@ class CudaBackend(CudaDenseOps):
         return array
 
     def warm_up(self) -> None:
-        """Compile and load every kernel that this layout can need."""
-        variants = all_variants(self.layout.shape)
+        """Compile and load every kernel that this layout can need, and take the workspace of dense products."""
+        variants = all_variants(self.layout.shape, self.device.context.info.shared_bytes)
         for error in self.device.compiler.compile_all(variants, self.device.target, self._on_compile).values():
             raise error
 
         def load() -> None:
             for variant in variants:
                 self.device.function(variant)
+            self.warm_cublas()
 
         self.submit(load).result()
 
@@ -147,7 +171,8 @@ class CudaBackend(CudaDenseOps):
         self.device.queue.close()
         if self.device.is_closed:
             return
-        with self.device.failing_quietly():
-            self.device.context.bind()
-        with self.device.failing_quietly():
-            self._held.close()
+        try:
+            with self.device.failing_quietly(), self.device.context.pushed():
+                self._held.close()
+        finally:
+            self.device.close()

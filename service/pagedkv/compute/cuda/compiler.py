@@ -136,6 +136,16 @@ class Compiler:
                 self._held[key] = self._load(key) or self._compile_and_store(variant.name, options, target, key)
             return self._held[key]
 
+    def recompile(self, variant: Variant, target: Target) -> Binary:
+        """Return a fresh binary in the place of a cached one that does not load. Raises as `compile`."""
+        options = self._options(variant, target)
+        key = self._key(variant.name, options)
+        with self._lock:
+            busy = self._busy.setdefault(key, threading.Lock())
+        with busy:
+            self._held[key] = self._compile_and_store(variant.name, options, target, key)
+            return self._held[key]
+
     def compile_all(self, variants: Sequence[Variant], target: Target, on_compile: OnCompile) -> dict[str, DeviceError]:
         """Compile variants on all cores; return what failed by label. `on_compile(done, total, name)` hears of each."""
         wrong: dict[str, DeviceError] = {}
@@ -165,17 +175,20 @@ class Compiler:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def _load(self, key: str) -> Binary | None:
+        """Return a cached binary, None for one that is not there or not as it was written."""
         try:
             image = (self._cache_dir / f"{key}.bin").read_bytes()
-            return Binary(image, (self._cache_dir / f"{key}.log").read_text()) if image else None
-        except OSError:
+            digest, _, log = (self._cache_dir / f"{key}.log").read_text().partition("\n")
+        except (OSError, UnicodeDecodeError):
             return None
+        return Binary(image, log) if digest == hashlib.sha256(image).hexdigest() else None
 
     def _compile_and_store(self, name: str, options: tuple[str, ...], target: Target, key: str) -> Binary:
         binary = self._compile(name, options, target)
         try:
             self._cache_dir.mkdir(parents=True, exist_ok=True)
-            _write(self._cache_dir / f"{key}.log", binary.log.encode())
+            digest = hashlib.sha256(binary.image).hexdigest()
+            _write(self._cache_dir / f"{key}.log", f"{digest}\n{binary.log}".encode())
             _write(self._cache_dir / f"{key}.bin", binary.image)
         except OSError:
             pass  # a cache that cannot be written costs time only

@@ -18,7 +18,7 @@ from pagedkv.compute.cuda.kv_ops import CudaKvOps
 from pagedkv.compute.dequantize import dequantize
 from pagedkv.config import require
 from pagedkv.dtypes import DType
-from pagedkv.errors import UnsupportedModel
+from pagedkv.errors import DeviceError, UnsupportedModel
 
 _PLAIN: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 _NUMPY: dict[DType, Any] = {
@@ -36,11 +36,13 @@ class CudaDenseOps(CudaKvOps):
     """`DenseOps` on a device. `cublas` has the names of `nvmath.bindings.cublas`; None means no dense products.
 
     Matrices stay in their file's float type; quantised ones become `weight_dtype` once, at load. Activations are
-    float32 and are rounded to a 16-bit matrix's type for the product, which is accumulated in float32.
+    float32 and are rounded to a 16-bit matrix's type for the product, which is accumulated in float32; finite ones
+    beyond float16 become its largest number.
     """
 
     _cublas: Any = None
     _handle: Any = None
+    _has_weights = False
     _weight_dtype: DType = DType.FLOAT16
 
     def open_cublas(self, cublas: Any, weight_dtype: DType) -> None:
@@ -49,21 +51,37 @@ class CudaDenseOps(CudaKvOps):
         self._cublas, self._weight_dtype, self._handle = cublas, weight_dtype, None
         self._factors = np.array([1.0, 0.0], np.float32)  # alpha, beta; lives as long as the handle
 
+    def warm_cublas(self) -> None:
+        """Open the bindings now if a matrix was loaded; from a job."""
+        if self._has_weights:
+            self._open_handle()
+
     def close_cublas(self) -> None:
         """Destroy the handle."""
         if self._handle is not None:
-            self._cublas.destroy(self._handle)
+            self._ask_cublas("destroy", self._handle)
         self._cublas = self._handle = None
 
     def _open_handle(self) -> int:
         """Return the handle. Its workspace is ours: cuBLAS would allocate one in the midst of a captured step."""
         if self._handle is None:
-            handle = self._handle = self._cublas.create()
-            self._cublas.set_stream(handle, int(self.device.streams.compute))
             size = _HOPPER_WORKSPACE if self.device.context.info.capability[0] >= 9 else _WORKSPACE
-            self._workspace = self.device.lasting(size)
-            self._cublas.set_workspace(handle, self._workspace.pointer, size)  # last: a new stream takes it away
+            workspace, handle = self.device.lasting(size), self._ask_cublas("create")
+            try:
+                self._ask_cublas("set_stream", handle, int(self.device.streams.compute))
+                self._ask_cublas("set_workspace", handle, workspace.pointer, size)  # last: a new stream takes it away
+            except DeviceError:
+                self._ask_cublas("destroy", handle)
+                raise
+            self._workspace, self._handle = workspace, handle
         return self._handle
+
+    def _ask_cublas(self, name: str, *args: Any) -> Any:
+        """Call cuBLAS. Raises DeviceError: if it is the device that is lost, the event behind the job will say so."""
+        try:
+            return getattr(self._cublas, name)(*args)
+        except Exception as error:  # of the bindings, whose class is not ours to import
+            raise DeviceError(f"cuBLAS {name}: {error}", call=name) from error
 
     def stored_kind(self, kind: str) -> str:
         """See `DenseOps.stored_kind`."""
@@ -71,6 +89,7 @@ class CudaDenseOps(CudaKvOps):
 
     def load_weight(self, weight: WeightData) -> DeviceArray:
         """See `DenseOps.load_weight`; vectors become float32."""
+        self._has_weights = self._cublas is not None
         if weight.kind in _PLAIN:
             values = np.ascontiguousarray(weight.data).reshape(-1).view(_PLAIN[weight.kind]).reshape(weight.shape)
         else:
@@ -88,7 +107,7 @@ class CudaDenseOps(CudaKvOps):
     def _gather(self, table: DeviceArray, rows: Int32Array, width: int) -> DeviceArray:
         code = require_array(table, "table")
         if len(rows):
-            self.device.check(("rows", id(rows), len(table)), lambda: _check_rows(rows, len(table)))
+            self.device.check(("rows", id(rows), len(table)), rows, lambda: _check_rows(rows, len(table)))
         y = self.device.scratch.empty((len(rows), width), np.float32)
         if len(rows):
             index = self.device.input(rows, np.int32)
@@ -135,7 +154,8 @@ class CudaDenseOps(CudaKvOps):
         m, n, k = sizes
         alpha, beta = self._factors.ctypes.data, self._factors.ctypes.data + 4
         operands = (weight.pointer, kind, k, x.pointer, kind, k)
-        self._cublas.gemm_ex(
+        self._ask_cublas(
+            "gemm_ex",
             self._open_handle(),
             1,
             0,

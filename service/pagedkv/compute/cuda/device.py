@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
 from pagedkv.compute.cuda.array import Allocation, DeviceArray, PinnedMemory, ScratchMemory
-from pagedkv.compute.cuda.compiler import Compiler, Target, choose_target
-from pagedkv.compute.cuda.driver import Context, Driver, Function, require_driver
+from pagedkv.compute.cuda.compiler import Binary, Compiler, Target, choose_target
+from pagedkv.compute.cuda.driver import Context, Driver, Function, is_out_of_memory, require_driver
 from pagedkv.compute.cuda.kernels import Variant
 from pagedkv.compute.cuda.recording import Recording
 from pagedkv.compute.cuda.streams import Events, JobQueue, StreamPair
 from pagedkv.config import require
-from pagedkv.errors import DeviceError
+from pagedkv.errors import DeviceError, DeviceLost
+
+T = TypeVar("T")
 
 ARRAY_CODES = {np.dtype(np.float32): 0, np.dtype(np.float16): 1, np.dtype(ml_dtypes.bfloat16): 2}
 STAGING_LIMIT = 32 << 20  # bytes a job stages in pinned memory; beyond it copies go from pageable memory, in order
+PINNED_LIMIT = 256 << 20  # bytes of staging buffers of all jobs
 
 
 def require_array(array: Any, field: str) -> int:
@@ -53,18 +56,38 @@ class Device:
         self.target = Target(chosen.arch, is_ptx=emit_ptx or chosen.is_ptx)
         version = int(self.driver.call("cuDriverGetVersion"))
         require_driver(version, self.compiler.version, self.target.is_ptx)
-        self.context = Context(self.driver, ordinal)
-        self.events, self.timing_events = Events(self.context), Events(self.context, with_times=True)
-        self.streams = StreamPair(self.context, self.events)
-        self.scratch, self.pinned = ScratchMemory(self.context), PinnedMemory(self.context)
-        self._lasting = self.scratch  # for uploads: no replay of a recorded step writes to it
-        self.queue = JobQueue(self.context, self.streams, self.events)
         self._functions: dict[Variant, Function] = {}
         self._modules: list[Any] = []
-        self._inputs: dict[int, tuple[Any, DeviceArray]] = {}
+        self._inputs: dict[Hashable, tuple[Any, Any]] = {}
         self._staged_bytes = 0
         self.recording: Recording | None = None  # of the step that is running
         self.is_closed = False
+        self.context = Context(self.driver, ordinal)
+        with ExitStack() as held:
+            held.callback(self.context.release)
+            with self.context.pushed():
+                self._open()
+            held.pop_all()
+
+    def _open(self) -> None:
+        self.events, self.timing_events = Events(self.context), Events(self.context, with_times=True)
+        self._lasting = self.new_scratch()  # for uploads: no replay of a recorded step writes to it
+        self.scratch, self.pinned = self._lasting, PinnedMemory(self.context, PINNED_LIMIT)
+        with ExitStack() as held:
+            self.streams = StreamPair(self.context, self.events)
+            held.callback(self.streams.destroy)
+            self.queue = JobQueue(self.context, self.streams, self.events)
+            held.pop_all()
+
+    def new_scratch(self) -> ScratchMemory:
+        """Return an allocator that, where memory ends, has what jobs before dropped given back."""
+        return ScratchMemory(self.context, self._make_room)
+
+    def _make_room(self) -> None:
+        """Wait for the device, for dropped arrays may still be read, and give their memory back."""
+        if self.recording is None or not self.recording.is_capturing:  # a stream under capture cannot be waited for
+            self.streams.synchronize()
+            self._lasting.trim()
 
     @property
     def allocated_bytes(self) -> int:
@@ -78,12 +101,25 @@ class Device:
     def function(self, variant: Variant) -> Function:
         """Return a loaded kernel, compiling it first if need be."""
         if variant not in self._functions:
-            binary = self.compiler.compile(variant, self.target)
-            module = self.driver.call("cuModuleLoadData", binary.image)
-            self._modules.append(module)
-            handle = self.driver.call("cuModuleGetFunction", module, variant.name.encode())
+            handle = self._load(variant)
             self._functions[variant] = Function(self.driver, handle, variant.signature, variant.shared_bytes)
         return self._functions[variant]
+
+    def _load(self, variant: Variant) -> Any:
+        """Return a kernel's handle; what does not load is compiled afresh, once."""
+        try:
+            return self._handle(variant, self.compiler.compile(variant, self.target))
+        except DeviceLost:
+            raise
+        except DeviceError as error:
+            if is_out_of_memory(error) or error.details.get("call") not in ("cuModuleLoadData", "cuModuleGetFunction"):
+                raise
+        return self._handle(variant, self.compiler.recompile(variant, self.target))
+
+    def _handle(self, variant: Variant, binary: Binary) -> Any:
+        module = self.driver.call("cuModuleLoadData", binary.image)
+        self._modules.append(module)
+        return self.driver.call("cuModuleGetFunction", module, variant.name.encode())
 
     def launch(self, variant: Variant, grid: tuple[int, int, int], *args: float) -> None:
         """Enqueue a kernel on the compute stream."""
@@ -114,40 +150,42 @@ class Device:
         if self.recording is not None and self.recording.is_capturing:
             raise DeviceError("a repeated step takes nothing from the host but its inputs")
         self._staged_bytes += source.nbytes
-        if self._staged_bytes > STAGING_LIMIT:
+        buffer = self.pinned.take(source.nbytes) if self._staged_bytes <= STAGING_LIMIT else None
+        if buffer is None:  # some devices read such memory only when the stream gets there: wait for it
             self.driver.call("cuMemcpyHtoDAsync", pointer, source.ctypes.data, source.nbytes, stream)
+            self.driver.call("cuStreamSynchronize", stream)
             return
-        buffer = self.pinned.take(source.nbytes)
+        self.queue.at_completion(lambda: self.pinned.give_back(buffer))
         buffer.array[: source.nbytes] = source.reshape(-1).view(np.uint8)
         self.driver.call("cuMemcpyHtoDAsync", pointer, buffer.pointer, source.nbytes, stream)
-        self.queue.at_completion(lambda: self.pinned.give_back(buffer))
 
     def input(self, array: npt.NDArray[Any], dtype: npt.DTypeLike) -> DeviceArray:
         """Upload a host array once a job: layers pass the same positions, slots and tables again and again."""
-        key = id(array)
-        if key not in self._inputs:
-            self._inputs[key] = (array, self.upload(np.asarray(array, dtype=dtype)))
-        found = self._inputs[key][1]
+        found = self.once(id(array), array, lambda: self.upload(np.asarray(array, dtype=dtype)))
         if found.dtype != dtype:  # an input of a repeated step lies there as it was given
             raise DeviceError(f"a repeated step needs an input as {np.dtype(dtype)}, it is {found.dtype}")
         return found
 
-    def derived(self, key: object, make: Callable[[], npt.NDArray[Any]]) -> DeviceArray:
-        """Upload what `make` computes from `key`, once a job."""
-        if id(key) not in self._inputs:
-            self._inputs[id(key)] = (key, self.upload(make()))
-        return self._inputs[id(key)][1]
+    def once(self, key: Hashable, held: object, make: Callable[[], T]) -> T:
+        """Return what `make` returned when it was first called with this key in this job.
 
-    def check(self, key: Hashable, check: Callable[[], None]) -> None:
-        """Run a check of host arrays, which in a recorded step is run before each repetition, once for each key."""
+        `held` is what the key's ids stand for: while it lives they are nobody else's.
+        """
+        if key not in self._inputs:
+            self._inputs[key] = (held, make())
+        found: T = self._inputs[key][1]
+        return found
+
+    def check(self, key: Hashable, held: object, check: Callable[[], None]) -> None:
+        """Run a check of host arrays once a job; in a recorded step, before each repetition. `held` as for `once`."""
         if self.recording is None:
-            check()
+            self.once(("checked", key), held, check)
         else:
             self.recording.check(key, check)
 
     @contextmanager
     def recorded(
-        self, recording: Recording, inputs: dict[int, tuple[Any, DeviceArray]], scratch: ScratchMemory
+        self, recording: Recording, inputs: dict[Hashable, tuple[Any, Any]], scratch: ScratchMemory
     ) -> Iterator[None]:
         """Let operations note what they do in `recording`, find `inputs` on the device, and work in `scratch`."""
         before = self.recording, self._inputs, self.scratch
@@ -165,13 +203,15 @@ class Device:
         if not nbytes:
             return
         buffer = self.pinned.take(nbytes)
-        self.driver.call("cuMemcpyDtoHAsync", buffer.pointer, pointer, nbytes, stream)
 
-        def finish() -> None:
-            target.reshape(-1).view(np.uint8)[:] = buffer.array[:nbytes]
-            self.pinned.give_back(buffer)
+        def finish() -> None:  # keeps the target alive in any case
+            if buffer is not None:
+                target.reshape(-1).view(np.uint8)[:] = buffer.array[:nbytes]
+                self.pinned.give_back(buffer)
 
         self.queue.at_completion(finish)
+        into = target.ctypes.data if buffer is None else buffer.pointer
+        self.driver.call("cuMemcpyDtoHAsync", into, pointer, nbytes, stream)
 
     def failing_quietly(self) -> AbstractContextManager[None]:
         """Return what bears the errors of a device that failed before, whose context may refuse every call."""
@@ -195,13 +235,14 @@ class Device:
         self.is_closed = True
         self.queue.close()
         self._inputs, self._functions = {}, {}
-        with self.failing_quietly():
-            self._free_all()
-        with self.failing_quietly():
-            self.context.release()
+        try:
+            with self.failing_quietly(), self.context.pushed():
+                self._free_all()
+        finally:
+            with self.failing_quietly():
+                self.context.release()
 
     def _free_all(self) -> None:
-        self.context.bind()
         for module in self._modules:
             self.driver.call("cuModuleUnload", module)
         self.scratch.release()

@@ -1,27 +1,102 @@
-"""The CUDA driver API behind one door: every result is unwrapped here, every failure becomes a DeviceError."""
+"""The CUDA driver API behind one door: every result is unwrapped here, every failure becomes a DeviceError.
+
+Statuses of `_PASSING` end what was being done and leave the device as it was. Every other one, those that nobody knows
+yet included, is a DeviceLost: an error of earlier work that the context keeps for ever, or a handle gone wrong.
+"""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from pagedkv.errors import DeviceError
+from pagedkv.errors import DeviceError, DeviceLost
+
+_PASSING = frozenset(
+    f"CUDA_ERROR_{name}"
+    for name in (
+        "INVALID_VALUE",
+        "OUT_OF_MEMORY",
+        "LAUNCH_OUT_OF_RESOURCES",
+        "COOPERATIVE_LAUNCH_TOO_LARGE",
+        "INVALID_CLUSTER_SIZE",
+        "NOT_FOUND",
+        "NOT_READY",
+        "NOT_PERMITTED",
+        "NOT_SUPPORTED",
+        "OPERATING_SYSTEM",
+        "HOST_MEMORY_ALREADY_REGISTERED",
+        "HOST_MEMORY_NOT_REGISTERED",
+        # the device or the driver is not there, or not for us: nothing was begun
+        "STUB_LIBRARY",
+        "CALL_REQUIRES_NEWER_DRIVER",
+        "NO_DEVICE",
+        "INVALID_DEVICE",
+        "DEVICE_NOT_LICENSED",
+        "DEVICE_UNAVAILABLE",
+        "SYSTEM_NOT_READY",
+        "SYSTEM_DRIVER_MISMATCH",
+        "COMPAT_NOT_SUPPORTED_ON_DEVICE",
+        "INSUFFICIENT_LOADER_VERSION",
+        "PEER_ACCESS_UNSUPPORTED",
+        # a module that is not taken
+        "INVALID_IMAGE",
+        "INVALID_PTX",
+        "INVALID_SOURCE",
+        "NO_BINARY_FOR_GPU",
+        "UNSUPPORTED_PTX_VERSION",
+        "JIT_COMPILER_NOT_FOUND",
+        "JIT_COMPILATION_DISABLED",
+        "FILE_NOT_FOUND",
+        "SHARED_OBJECT_SYMBOL_NOT_FOUND",
+        "SHARED_OBJECT_INIT_FAILED",
+        "FUNCTION_NOT_LOADED",
+        # a capture that fails, or a graph
+        "STREAM_CAPTURE_UNSUPPORTED",
+        "STREAM_CAPTURE_INVALIDATED",
+        "STREAM_CAPTURE_MERGE",
+        "STREAM_CAPTURE_UNMATCHED",
+        "STREAM_CAPTURE_UNJOINED",
+        "STREAM_CAPTURE_ISOLATION",
+        "STREAM_CAPTURE_IMPLICIT",
+        "STREAM_CAPTURE_WRONG_THREAD",
+        "CAPTURED_EVENT",
+        "GRAPH_EXEC_UPDATE_FAILURE",
+        "GRAPH_RECAPTURE_FAILURE",
+    )
+)
+OUT_OF_MEMORY = "CUDA_ERROR_OUT_OF_MEMORY"
+
+
+def error_of(what: str, status: str, detail: str = "") -> DeviceError:
+    """Return the error for a status by its name: DeviceLost unless it leaves the device as it was."""
+    is_final = status.startswith("CUDA_ERROR_") and status not in _PASSING
+    text = f"{what}: {status}{f' ({detail})' if detail else ''}"
+    return (DeviceLost if is_final else DeviceError)(text, call=what, code=status)
+
+
+def is_out_of_memory(error: DeviceError) -> bool:
+    """Whether the driver had no memory to give."""
+    return error.details.get("code") == OUT_OF_MEMORY
 
 
 def unwrap(result: tuple[Any, ...], what: str, detail: str = "") -> Any:
     """Return what follows the status of a driver or NVRTC call: None, one value, or a tuple.
 
-    Raises DeviceError naming the call, the status and `detail`.
+    Raises DeviceError, or DeviceLost, naming the call, the status and `detail`.
     """
     status = result[0]
     if int(status) != 0:
-        name = getattr(status, "name", str(status))
-        raise DeviceError(f"{what}: {name}{f' ({detail})' if detail else ''}", call=what, code=name)
+        raise error_of(what, _name_of(status), detail)
     values = result[1:]
     return None if not values else values[0] if len(values) == 1 else values
+
+
+def _name_of(status: Any) -> str:
+    """Return a status' name; one that the bindings do not know yet is a driver's all the same."""
+    return getattr(status, "name", None) or f"CUDA_ERROR_{int(status)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +108,7 @@ class DeviceInfo:
     capability: tuple[int, int]
     num_sms: int
     memory_bytes: int
+    shared_bytes: int  # that a CTA may have
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +131,7 @@ class Driver:
         self.module = module
 
     def call(self, name: str, *args: Any) -> Any:
-        """Call a driver function and unwrap its result. Raises DeviceError."""
+        """Call a driver function and unwrap its result. Raises DeviceError, or DeviceLost where that is final."""
         try:
             result = getattr(self.module, name)(*args)
         except RuntimeError as error:  # the library itself is not there
@@ -87,6 +163,7 @@ class Driver:
             (major, minor),
             self.attribute(device, "MULTIPROCESSOR_COUNT"),
             int(self.call("cuDeviceTotalMem", device)),
+            self.attribute(device, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"),
         )
 
 
@@ -120,14 +197,13 @@ def require_driver(driver_version: int, compiler_version: tuple[int, int], is_pt
 
 
 class Context:
-    """A device's primary context. Every thread that calls the driver binds it first."""
+    """A device's primary context. Threads of our own bind it; on a caller's thread it is pushed for a while."""
 
     def __init__(self, driver: Driver, ordinal: int = 0) -> None:
         driver.call("cuInit", 0)
         self.driver, self.info = driver, driver.describe(ordinal)
         self._device = driver.call("cuDeviceGet", ordinal)
         self._context = driver.call("cuDevicePrimaryCtxRetain", self._device)
-        self.bind()
 
     def bind(self) -> None:
         """Make the context current on the calling thread."""
@@ -140,7 +216,8 @@ class Context:
         try:
             yield
         finally:
-            self.driver.call("cuCtxPopCurrent")
+            with suppress(DeviceError):  # what was done meanwhile is done
+                self.driver.call("cuCtxPopCurrent")
 
     def retain(self) -> None:
         """Keep the context alive until one more `release`."""

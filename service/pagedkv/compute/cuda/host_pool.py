@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pagedkv.compute.cuda.device import Device
+from pagedkv.compute.cuda.driver import is_out_of_memory
 from pagedkv.compute.cuda.pool import DevicePool
 from pagedkv.compute.swap import check_pairs, join_pairs
 from pagedkv.errors import DeviceError
@@ -23,7 +24,7 @@ class HostPool:
         try:
             return int(self._device.driver.call("cuMemHostAlloc", asked, 0))
         except DeviceError as error:
-            if "OUT_OF_MEMORY" not in str(error):
+            if not is_out_of_memory(error):
                 raise
             message = f"the host pool of {asked} bytes does not fit in pinned memory; lower --swap-memory"
             raise DeviceError(message, asked=asked) from error

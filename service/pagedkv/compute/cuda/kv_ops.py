@@ -149,7 +149,7 @@ class CudaKvOps(CudaAttention):
     def _check_slots(self, slots: Int64Array, num_tokens: int) -> None:
         require(np.shape(slots) == (num_tokens,), "slot_mapping", f"must have shape ({num_tokens},)", np.shape(slots))
         if num_tokens:
-            self.device.check(("slots", id(slots)), lambda: self._check_slot_range(slots))
+            self.device.check(("slots", id(slots)), slots, lambda: self._check_slot_range(slots))
 
     def _check_slot_range(self, slots: Int64Array) -> None:
         limit = self.layout.num_blocks * self.layout.block_size

@@ -7,7 +7,7 @@ import weakref
 from typing import Any
 
 from pagedkv.compute.cuda.array import out_of_memory
-from pagedkv.compute.cuda.driver import Context
+from pagedkv.compute.cuda.driver import Context, is_out_of_memory
 from pagedkv.compute.cuda.streams import Events
 from pagedkv.compute.dlpack import CUDA_DEVICE, PoolView, PoolViews, Strided
 from pagedkv.compute.layout import KvLayout
@@ -18,6 +18,11 @@ class Loan:
     """Keeps a pool's memory allocated while it lives."""
 
     __slots__ = ("__weakref__",)
+
+
+def no_room(context: Context, layout: KvLayout) -> DeviceError:
+    """Return the error for a pool that does not fit the device."""
+    return out_of_memory(context, layout.pool_bytes, "the page pool", "--memory or --blocks")
 
 
 class DevicePool(PoolViews):
@@ -32,10 +37,14 @@ class DevicePool(PoolViews):
         try:
             self.pointer = int(self._driver.call("cuMemAlloc", layout.pool_bytes))
         except DeviceError as error:
-            if "OUT_OF_MEMORY" not in str(error):
+            if not is_out_of_memory(error):
                 raise
-            raise out_of_memory(context, layout.pool_bytes, "the page pool", "--memory or --blocks") from error
-        self.free_bytes_left = int(self._driver.call("cuMemGetInfo")[0])
+            raise no_room(context, layout) from error
+        try:
+            self.free_bytes_left = int(self._driver.call("cuMemGetInfo")[0])
+        except DeviceError:
+            self._free()
+            raise
 
     def layer_pointer(self, layer: int) -> int:
         """Return the address of a layer in block 0."""

@@ -1,14 +1,14 @@
-"""Open the CUDA backend where it can run, with a pool sized by the device's own memory, or say why it cannot."""
+"""Open the CUDA backend where it can run, or say why it cannot."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from pagedkv.compute.cuda.backend import CudaBackend
 from pagedkv.compute.cuda.compiler import Compiler, choose_target
-from pagedkv.compute.cuda.driver import Context, Driver, probe, require_driver
+from pagedkv.compute.cuda.driver import probe, require_driver
 from pagedkv.compute.layout import KvLayout
+from pagedkv.config import KvShape
 from pagedkv.errors import DeviceError
 
 
@@ -27,20 +27,12 @@ def check_cuda(*, needs_cublas: bool, driver_module: Any = None, cublas: Any = N
         raise DeviceError("a model needs cuBLAS, which is not there: install pagedkv[cuda]")
 
 
-def open_cuda_backend(
-    size: Callable[[int], KvLayout], *, driver_module: Any = None, cublas: Any = None, **options: Any
-) -> CudaBackend:
-    """Return a backend on the first device; `size` is told how many bytes of device memory are free.
+def open_cuda_backend(shape: KvShape, block_size: int, *, cublas: Any = None, **options: Any) -> CudaBackend:
+    """Return a backend on the first device whose pools are still to be opened, by `CudaBackend.open_pools`.
 
-    `driver_module`, `cublas` and `options` are CudaBackend's. Raises as it does, and whatever `size` raises; then
-    nothing on the device is left taken.
+    `cublas` and `options` are CudaBackend's. Raises as it does.
     """
-    context = Context(Driver(driver_module))
-    try:
-        layout = size(int(context.driver.call("cuMemGetInfo")[0]))
-        return CudaBackend(layout, driver_module=driver_module, cublas=cublas or load_cublas(), **options)
-    finally:
-        context.release()  # the backend holds the context itself
+    return CudaBackend(KvLayout(shape, 1, block_size), cublas=cublas or load_cublas(), has_pool=False, **options)
 
 
 def load_cublas() -> Any:

@@ -21,12 +21,13 @@ T = TypeVar("T")
 
 
 class Events:
-    """Events, reused; without times they cost the device less."""
+    """Events, reused; without times they cost the device less. Who waits for one sleeps: it burns no core."""
 
     def __init__(self, context: Context, *, with_times: bool = False) -> None:
         self._driver = context.driver
         kinds = self._driver.module.CUevent_flags
-        self._flags = int(kinds.CU_EVENT_DEFAULT if with_times else kinds.CU_EVENT_DISABLE_TIMING)
+        times = kinds.CU_EVENT_DEFAULT if with_times else kinds.CU_EVENT_DISABLE_TIMING
+        self._flags = int(kinds.CU_EVENT_BLOCKING_SYNC) | int(times)
         self._free: list[Any] = []
         self._lock = threading.Lock()
 
@@ -67,13 +68,22 @@ class StreamPair:
         self._driver, self._events = context.driver, events
         flags = int(self._driver.module.CUstream_flags.CU_STREAM_NON_BLOCKING)
         self.compute = self._driver.call("cuStreamCreate", flags)
-        self.copy = self._driver.call("cuStreamCreate", flags)
+        try:
+            self.copy = self._driver.call("cuStreamCreate", flags)
+        except DeviceError:
+            self._driver.call("cuStreamDestroy", self.compute)
+            raise
 
     def join(self, waiting: Any, earlier: Any) -> None:
         """Let later work of `waiting` start only after the present work of `earlier`."""
         event = self._events.record(earlier)
         self._driver.call("cuStreamWaitEvent", waiting, event, 0)
         self._events.give_back(event)  # a wait refers to the record it saw, not to later ones
+
+    def synchronize(self) -> None:
+        """Block until all work enqueued so far is done; for the rare moment when memory in use must come back."""
+        for stream in (self.compute, self.copy):
+            self._driver.call("cuStreamSynchronize", stream)
 
     def destroy(self) -> None:
         """Destroy both streams."""
@@ -104,12 +114,16 @@ class JobQueue:
             threading.Thread(target=self._dispatch, name="pagedkv-cuda-dispatch", daemon=True),
             threading.Thread(target=self._wait, name="pagedkv-cuda-waiter", daemon=True),
         ]
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in self._threads:
+                thread.start()
+        except RuntimeError as error:  # the machine has no more threads: the one that runs shall end
+            self._jobs.put(None)
+            raise DeviceError(f"no thread for the device: {error}") from error
 
     @property
     def failure(self) -> DeviceLost | None:
-        """The error that made the device untrustworthy, if any."""
+        """The final error, after which the device is not to be trusted, or None."""
         return self.health.failure
 
     def at_completion(self, action: Callable[[], None]) -> None:
@@ -139,7 +153,7 @@ class JobQueue:
                 thread.join()
 
     def _dispatch(self) -> None:
-        self._context.bind()
+        self._bind()
         while (entry := self._jobs.get()) is not None:
             self._dispatch_one(*entry)
             del entry
@@ -158,34 +172,73 @@ class JobQueue:
         except BaseException as caught:  # the queue must survive any job
             result, error = None, to_job_error(caught)
         if error is not None:
+            if isinstance(error, DeviceLost):
+                self.health.fail(error)  # now: the next job is about to begin
             self._finish.append(_Raise(error))
         try:
-            event = self._events.record(self._streams.compute)
+            event = self._mark()
         except DeviceError as caught:
-            self.health.note_job(caught)
-            future.set_exception(error or caught)
+            lost = _lost(caught)  # nobody can tell when the work is done
+            self.health.fail(lost)
+            future.set_exception(lost)
             return
         self._pending.put(_Pending(future, result, event, self._finish))
 
+    def _mark(self) -> Any:
+        """Return an event behind the job's work; None, with that work done, where there is no memory for an event."""
+        try:
+            return self._events.record(self._streams.compute)
+        except DeviceLost:
+            raise
+        except DeviceError:
+            self._streams.synchronize()
+            return None
+
+    def _bind(self) -> None:
+        try:
+            self._context.bind()
+        except DeviceError as error:
+            self.health.fail(_lost(error))
+
     def _wait(self) -> None:
-        self._context.bind()
+        self._bind()
         while (pending := self._pending.get()) is not None:
             self._complete(pending)
             del pending
 
     def _complete(self, pending: _Pending) -> None:
-        try:
-            self._events.wait(pending.event)
-            self._events.give_back(pending.event)
-            for action in pending.finish:
-                action()
-        except BaseException as caught:
-            error = to_job_error(caught)
-            self.health.note_job(error)
-            pending.future.set_exception(error)
-        else:
-            self.health.note_job(None)
+        error = self._await(pending.event) or _first_error(pending.finish)
+        self.health.note_job(error)
+        if error is None:
             pending.future.set_result(pending.result)
+        else:
+            pending.future.set_exception(error)
+
+    def _await(self, event: Any) -> DeviceLost | None:
+        """Wait for an event, if there is one; if that fails the device is lost: work may go on behind our back."""
+        if event is None:
+            return None
+        try:
+            self._events.wait(event)
+        except DeviceError as error:
+            return _lost(error)
+        self._events.give_back(event)
+        return None
+
+
+def _lost(error: DeviceError) -> DeviceLost:
+    return error if isinstance(error, DeviceLost) else DeviceLost(error.message, **error.details)
+
+
+def _first_error(actions: list[Callable[[], None]]) -> Exception | None:
+    """Run every action, whatever the others do: one of them gives staging memory back."""
+    first: Exception | None = None
+    for action in actions:
+        try:
+            action()
+        except BaseException as error:
+            first = first or to_job_error(error)
+    return first
 
 
 class _Raise:
