@@ -18,6 +18,14 @@ def end_the_devices_thread(service):
     service.backend._queue._entries.put(None)
 
 
+def end_the_dispatching_thread(service):
+    service.backend.device.queue._jobs.put(None)
+
+
+def end_the_waiting_thread(service):
+    service.backend.device.queue._pending.put(None)
+
+
 def end_the_engines_loop(service):
     service.engine._task.cancel()
 
@@ -30,9 +38,18 @@ def status(url):
         return error.code
 
 
-@pytest.mark.parametrize("failure", [end_the_devices_thread, end_the_engines_loop])
-async def test_rl06_what_is_final_ends_the_streams_and_fails_health_and_readiness(tmp_path, failure):
-    async with whole_service(make_tiny_model(tmp_path), "cpu", metrics_port=0) as running:
+@pytest.mark.parametrize(
+    ("failure", "backend"),
+    [
+        (end_the_devices_thread, "cpu"),
+        (end_the_engines_loop, "cpu"),
+        (end_the_dispatching_thread, "cuda"),
+        (end_the_waiting_thread, "cuda"),
+    ],
+)
+async def test_rl06_what_is_final_ends_the_streams_and_fails_health_and_readiness(tmp_path, failure, backend):
+    async with whole_service(make_tiny_model(tmp_path), backend, metrics_port=0) as running:
+        running.is_to_fault = True
         stream = running.client.generate("Hello", max_tokens=900, ignore_eos=True)
         await anext(stream)
         assert await asyncio.to_thread(status, f"{running.service.metrics_url}/health") == 200

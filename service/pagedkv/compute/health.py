@@ -12,7 +12,10 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any
 
 from pagedkv.errors import DeviceError, DeviceLost, PagedKvError
 
@@ -75,6 +78,23 @@ class DeviceHealth:
                 loop.call_soon_threadsafe(told, failure)
 
         self.watch(hand_over)
+
+    @contextmanager
+    def watching_thread(
+        self, is_closed: Callable[[], bool], take_waiting: Callable[[], Iterable[Future[Any]]]
+    ) -> Iterator[None]:
+        """Run the loop of a device's thread: an end that nobody asked for is final, and answers what waits for it."""
+        cause: BaseException | None = None
+        try:
+            yield
+        except BaseException as error:  # a loop raises nothing: somebody ended the thread
+            cause = error
+        if cause is not None or not is_closed():
+            lost = DeviceLost("the device's thread has ended")
+            lost.__cause__ = cause
+            self.fail(lost)
+            for future in take_waiting():
+                future.set_exception(self._failure)
 
     def note_job(self, error: Exception | None) -> None:
         """Take in how a job ended: what is final is noted, and so are many in a row that nothing explains."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from pagedkv.compute.health import DeviceHealth, to_job_error
-from pagedkv.errors import DeviceError, DeviceLost
+from pagedkv.errors import DeviceError
 
 T = TypeVar("T")
 
@@ -59,18 +60,10 @@ class DeviceQueue:
             self._thread.join()
 
     def _run(self) -> None:
-        cause: BaseException | None = None
-        try:
+        with self._health.watching_thread(lambda: self._closed, self._take_waiting):
             while (entry := self._entries.get()) is not None:
                 self._run_job(*entry)
                 del entry  # or the last job's arrays would live until the next one comes
-        except BaseException as error:  # nothing here raises: somebody ended the thread
-            cause = error
-        if cause is not None or not self._closed:
-            lost = DeviceLost("the device's thread has ended")
-            lost.__cause__ = cause
-            self._health.fail(lost)
-            self._answer_rest()
 
     def _run_job(self, future: Future[Any], job: Callable[[], Any]) -> None:
         if not future.set_running_or_notify_cancel():
@@ -88,13 +81,18 @@ class DeviceQueue:
             self._health.note_job(None)
             future.set_result(result)
 
-    def _answer_rest(self) -> None:
-        """Answer what nobody will run; submit puts nothing in behind it."""
+    def _take_waiting(self) -> list[Future[Any]]:
+        """Return the futures that nobody will answer; `submit` puts none in behind a failure."""
         with self._lock:
-            try:
-                while True:
-                    entry = self._entries.get_nowait()
-                    if entry is not None and entry[0].set_running_or_notify_cancel():
-                        entry[0].set_exception(self._health.failure)
-            except Empty:
-                return
+            return take_futures(self._entries, lambda entry: entry[0])
+
+
+def take_futures(queue: SimpleQueue[Any], future_of: Callable[[Any], Future[Any]]) -> list[Future[Any]]:
+    """Empty a queue of entries and end marks; return the futures that are still waited for, as running."""
+    futures = []
+    with suppress(Empty):
+        while True:
+            entry = queue.get_nowait()
+            if entry is not None and (future_of(entry).running() or future_of(entry).set_running_or_notify_cancel()):
+                futures.append(future_of(entry))
+    return futures

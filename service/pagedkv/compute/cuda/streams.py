@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from pagedkv.compute.cuda.driver import Context
 from pagedkv.compute.health import DeviceHealth, to_job_error
+from pagedkv.compute.queue import take_futures
 from pagedkv.errors import DeviceError, DeviceLost
 
 T = TypeVar("T")
@@ -108,6 +109,7 @@ class JobQueue:
         self._pending: SimpleQueue[_Pending | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._closed = False
+        self._is_waiter_gone = False
         self.health = DeviceHealth()
         self._finish: list[Callable[[], None]] = []
         self._threads = [
@@ -153,11 +155,16 @@ class JobQueue:
                 thread.join()
 
     def _dispatch(self) -> None:
-        self._bind()
-        while (entry := self._jobs.get()) is not None:
-            self._dispatch_one(*entry)
-            del entry
+        with self.health.watching_thread(lambda: self._closed, self._take_jobs):
+            self._bind()
+            while (entry := self._jobs.get()) is not None:
+                self._dispatch_one(*entry)
+                del entry
         self._pending.put(None)
+
+    def _take_jobs(self) -> list[Future[Any]]:
+        with self._lock:
+            return take_futures(self._jobs, lambda entry: entry[0])
 
     def _dispatch_one(self, future: Future[Any], job: Callable[[], Any]) -> None:
         if not future.set_running_or_notify_cancel():
@@ -182,7 +189,11 @@ class JobQueue:
             self.health.fail(lost)
             future.set_exception(lost)
             return
-        self._pending.put(_Pending(future, result, event, self._finish))
+        with self._lock:
+            if not self._is_waiter_gone:
+                self._pending.put(_Pending(future, result, event, self._finish))
+                return
+        future.set_exception(self.health.failure)
 
     def _mark(self) -> Any:
         """Return an event behind the job's work; None, with that work done, where there is no memory for an event."""
@@ -201,10 +212,16 @@ class JobQueue:
             self.health.fail(_lost(error))
 
     def _wait(self) -> None:
-        self._bind()
-        while (pending := self._pending.get()) is not None:
-            self._complete(pending)
-            del pending
+        with self.health.watching_thread(lambda: self._closed or self.failure is not None, self._take_pending):
+            self._bind()
+            while (pending := self._pending.get()) is not None:
+                self._complete(pending)
+                del pending
+
+    def _take_pending(self) -> list[Future[Any]]:
+        with self._lock:
+            self._is_waiter_gone = True
+            return take_futures(self._pending, lambda pending: pending.future)
 
     def _complete(self, pending: _Pending) -> None:
         error = self._await(pending.event) or _first_error(pending.finish)
