@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pagedkv.cache import CacheManager
 from pagedkv.cli.backends import OnProgress, Say, open_backend
+from pagedkv.cli.front import Front, open_front
 from pagedkv.cli.options import ServeOptions
 from pagedkv.compute.backend import Backend
 from pagedkv.compute.cpu.backend import CpuBackend
@@ -17,11 +18,10 @@ from pagedkv.compute.layout import KvLayout
 from pagedkv.config import CacheConfig, EngineConfig, KvShape
 from pagedkv.engine import Engine
 from pagedkv.errors import InvalidArgument
-from pagedkv.metrics.http import MetricsServer
 from pagedkv.metrics.service import ServiceMetrics
 from pagedkv.model import LoadedModel, ModelConfig, load_model, read_model_config
 from pagedkv.model.hub import fetch_smollm2
-from pagedkv.rpc.server import Server, ServerConfig
+from pagedkv.rpc.server import Server
 
 BackendOpener = Callable[[ServeOptions, KvShape, OnProgress, Say], CpuBackend | CudaBackend]
 
@@ -37,57 +37,70 @@ class Service:
     cache: CacheManager
     engine: Engine | None = None
     server: Server | None = None
-    metrics_server: MetricsServer | None = None
+    front: Front | None = None
 
     @property
     def address(self) -> str:
         """Where the gRPC server listens; valid after `start`."""
-        assert self.server is not None
-        return f"{self.options.host}:{self.server.port}"
+        assert self.front is not None
+        return self.front.address
 
     @property
     def metrics_url(self) -> str | None:
-        """Base URL of the metrics server, None if it is off."""
-        return None if self.metrics_server is None else f"http://{self.options.host}:{self.metrics_server.port}"
+        """Base URL of the metrics server, None if it is off; valid after `start`."""
+        assert self.front is not None
+        return self.front.metrics_url
 
-    async def start(self) -> None:
-        """Start the engine and both servers; the service is ready when this returns."""
+    async def start(self, front: Front | None = None) -> None:
+        """Start the engine and take calls at a front that is open, or at one of its own; ready when this returns.
+
+        If it fails, everything is released.
+        """
+        try:
+            self.front = front or await open_front(self.options)
+            await self._start(self.front)
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def _start(self, front: Front) -> None:
         metrics = ServiceMetrics(self.cache, self.layout, backend_name=self.backend.name)
         metrics.watch_backend(self.backend)
         if self.model is not None:
-            self.engine = Engine(
-                backend=self.backend,
-                cache=self.cache,
-                decoder=self.model.decoder,
-                tokenizer=self.model.tokenizer,
-                model_config=self.model.config,
-                config=_engine_config(self.options, self.backend.num_host_blocks),
-                observer=metrics.engine_observer,
-            )
+            self.engine = self._make_engine(self.model, metrics)
             metrics.watch_engine(self.engine)
             await self.engine.start()
         self.server = server = Server(
-            ServerConfig(host=self.options.host, port=self.options.port, insecure=self.options.insecure),
+            front.config,
             cache=self.cache,
             backend=self.backend,
             engine=self.engine,
             observer=metrics.rpc_observer,
+            listener=front.listener,
         )
         metrics.watch_health(lambda: server.is_healthy)
+        metrics.watch_readiness(lambda: server.is_ready)
         await server.start()
-        if self.options.metrics_port is not None:
-            self.metrics_server = MetricsServer(metrics, host=self.options.host, port=self.options.metrics_port)
-            await self.metrics_server.start()
+        if front.metrics_server is not None:
+            front.metrics_server.show(metrics)
+
+    def _make_engine(self, model: LoadedModel, metrics: ServiceMetrics) -> Engine:
+        return Engine(
+            backend=self.backend,
+            cache=self.cache,
+            decoder=model.decoder,
+            tokenizer=model.tokenizer,
+            model_config=model.config,
+            config=_engine_config(self.options, self.backend.num_host_blocks),
+            observer=metrics.engine_observer,
+        )
 
     async def stop(self) -> None:
-        """Drain: refuse new work, let streams go on for `drain_seconds`, then release everything."""
-        grace = self.options.drain_seconds
+        """Drain: refuse new work, let calls go on for `drain_seconds`, end the rest, then release everything."""
         if self.server is not None:
-            await self.server.stop(grace)
-        if self.engine is not None:
-            await self.engine.stop(0.0)
-        if self.metrics_server is not None:
-            await self.metrics_server.stop()
+            await self.server.stop(self.options.drain_seconds)
+        if self.front is not None:
+            await self.front.close()
         await asyncio.to_thread(self.backend.close)
 
 

@@ -111,7 +111,7 @@ def serve(
     from pagedkv.cli.serve import run_serve
 
     shape = KvShape(layers, heads, kv_heads, head_dim, dtype) if no_model else None
-    run_serve(
+    code = run_serve(
         ServeOptions(
             model=model,
             shape=shape,
@@ -135,6 +135,7 @@ def serve(
             drain_seconds=drain_seconds,
         )
     )
+    raise typer.Exit(code)
 
 
 @app.command()

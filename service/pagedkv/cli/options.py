@@ -60,6 +60,11 @@ class ServeOptions:
     insecure: bool = False
     drain_seconds: float = 30.0
 
+    @property
+    def metrics_host(self) -> str:
+        """Where the metrics server listens: at the same host, or beside a unix socket on loopback."""
+        return "127.0.0.1" if self.host.startswith("unix:") else self.host
+
     def __post_init__(self) -> None:
         require((self.model is None) != (self.shape is None), "model", "is needed, or --no-model", self.model)
         require(0 <= self.port < 65536, "port", "must be in [0, 65535]", self.port, 65535)

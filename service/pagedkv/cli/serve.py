@@ -1,38 +1,129 @@
-"""`pagedkv serve`: build the service, say what it got, run until told to stop."""
+"""`pagedkv serve`: take the ports, build the service, say what it got, run until told to stop or until it failed."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import signal
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from rich.console import Console
 
-from pagedkv.cli.assemble import Service, build_service
+from pagedkv.address import Hold
+from pagedkv.cli.console import make_console
 from pagedkv.cli.options import ServeOptions
 from pagedkv.cli.progress import CompileProgress
+from pagedkv.unfinished import end_process
+
+if TYPE_CHECKING:
+    from pagedkv.cli.assemble import Service
+    from pagedkv.cli.front import Front
+
+T = TypeVar("T")
+FAILURE_EXIT_CODE: Final = 70  # EX_SOFTWARE: the device is lost, and a new process is needed
 
 
-def run_serve(options: ServeOptions) -> None:
-    """Serve until SIGTERM or SIGINT, then drain; a second signal ends at once."""
-    console = Console(stderr=True, highlight=False)
-    with CompileProgress(console) as progress:
-        service = build_service(options, on_compile=progress.update, say=console.print)
-    asyncio.run(_serve(service, console))
+def run_serve(options: ServeOptions) -> int:
+    """Serve until SIGTERM or SIGINT, then drain; a second signal ends the grace, a third the process.
+
+    Return the exit code: 0, or FAILURE_EXIT_CODE when the device failed. Before it is ready a signal ends the process
+    at once. Mistakes about ports are found before anything else is done: raises InvalidArgument.
+    """
+    console = make_console(stderr=True)
+    hold_ports(options)
+    return asyncio.run(_serve(options, console))
 
 
-async def _serve(service: Service, console: Console) -> None:
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    await service.start()
+def hold_ports(options: ServeOptions) -> None:
+    """Find out whether the ports can be had, before anything that takes time is even imported."""
+    Hold(options.host, options.port, field="port").release()
+    if options.metrics_port is not None:
+        Hold(options.metrics_host, options.metrics_port, field="metrics_port").release()
+
+
+async def _serve(options: ServeOptions, console: Console) -> int:
+    from pagedkv.cli.front import open_front
+
+    signals = Signals()
+    front = await open_front(options)
+    try:
+        service = await in_thread(lambda: _build(options, console))
+        await service.start(front)
+    except BaseException:
+        await front.close()
+        raise
     gc.freeze()  # model, kernels and modules live as long as the process; a full collection would walk them all
-    console.print(f"[bold green]ready[/] gRPC on {service.address}")
-    if service.metrics_url:
-        console.print(f"      metrics and page map on {service.metrics_url}/")
-    await stop.wait()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.remove_signal_handler(number)
-    console.print(f"draining, up to {service.options.drain_seconds:g} s (again to stop at once)")
+    _announce(front, console)
+    return await _run(service, signals, console)
+
+
+def _build(options: ServeOptions, console: Console) -> Service:
+    from pagedkv.cli.assemble import build_service
+
+    with CompileProgress(console) as progress:
+        return build_service(options, on_compile=progress.update, say=console.print)
+
+
+def _announce(front: Front, console: Console) -> None:
+    console.print(f"[bold green]ready[/] gRPC on {front.address}", soft_wrap=True)
+    if front.metrics_url:
+        console.print(f"      metrics and page map on {front.metrics_url}/", soft_wrap=True)
+
+
+async def _run(service: Service, signals: Signals, console: Console) -> int:
+    """Wait for a signal or a failure, then drain."""
+    assert service.server is not None
+    failed = asyncio.ensure_future(service.server.failed.wait())
+    signals.first = asyncio.Event()
+    stopped = asyncio.ensure_future(signals.first.wait())
+    await asyncio.wait((failed, stopped), return_when=asyncio.FIRST_COMPLETED)
+    has_failed = failed.done()
+    if has_failed:
+        console.print("[bold red]failed[/] the device is lost; ending, so that a new process can start")
+    else:
+        console.print(f"draining, up to {service.options.drain_seconds:g} s (again to cut it short)")
+    signals.later = service.server.hurry
     await service.stop()
+    for waiting in (failed, stopped):
+        waiting.cancel()
+    return FAILURE_EXIT_CODE if has_failed else 0
+
+
+class Signals:
+    """What SIGTERM and SIGINT do: end the process; once it serves, first drain, then hurry, and then end it."""
+
+    def __init__(self) -> None:
+        """Take the signals; on the event loop."""
+        self.first: asyncio.Event | None = None
+        self.later: Callable[[], None] | None = None
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._obey, number)
+
+    def _obey(self, number: signal.Signals) -> None:
+        if self.first is not None and not self.first.is_set():
+            self.first.set()
+        elif self.later is not None:
+            later, self.later = self.later, None
+            later()
+        else:
+            end_process(128 + number)
+
+
+async def in_thread(job: Callable[[], T]) -> T:
+    """Run a job on a thread that the process need not wait for, unlike asyncio.to_thread's, and return its result."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def run() -> None:
+        try:
+            result = job()
+        except BaseException as error:
+            loop.call_soon_threadsafe(done.set_exception, error)
+        else:
+            loop.call_soon_threadsafe(done.set_result, result)
+
+    threading.Thread(target=run, name="pagedkv-build", daemon=True).start()
+    return await done

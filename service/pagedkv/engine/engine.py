@@ -22,7 +22,7 @@ from pagedkv.engine.sampler import FloatArray, sample_rows
 from pagedkv.engine.scheduler import ScheduledChunk, Scheduler
 from pagedkv.engine.state import RequestState
 from pagedkv.engine.stream import GenerationStream
-from pagedkv.errors import DeviceError, Draining, OutOfBlocks, PagedKvError, QuotaExceeded, SequenceTooLong
+from pagedkv.errors import DeviceError, Draining, PagedKvError, QuotaExceeded, SequenceTooLong
 from pagedkv.model import Decoder, ModelConfig, StepInput, Tokenizer
 
 _log = logging.getLogger(__name__)
@@ -107,12 +107,16 @@ class Engine:
         self._task = asyncio.create_task(self._run(), name="pagedkv-engine")
 
     async def stop(self, grace_seconds: float = 0.0) -> None:
-        """Refuse new requests, let those in the engine end for up to `grace_seconds`, cancel the rest."""
+        """Refuse new requests, let those in the engine end for up to `grace_seconds`, cancel the rest.
+
+        Those are told all the text that they have, also what was held back lest it begin a stop string.
+        """
         self._draining = True
         try:
             await asyncio.wait_for(self._idle.wait(), grace_seconds)
         except TimeoutError:
             for request in [*self._scheduler.running, *self._scheduler.waiting]:
+                request.release_text()
                 self._end(request, FinishReason.CANCELLED)
         if self._task is not None:
             self._task.cancel()
@@ -122,8 +126,8 @@ class Engine:
         """Queue a request and return its stream.
 
         Raises InvalidArgument for an empty prompt or a token id outside the vocabulary, SequenceTooLong for a prompt
-        that leaves no room for a token, OutOfBlocks for one that the whole pool could not hold, QuotaExceeded when
-        too many requests wait, Draining after `stop`, DeviceError once the device has failed.
+        that leaves no room for a token in the model's context, the limit configured or the whole pool, QuotaExceeded
+        when too many requests wait, Draining after `stop`, DeviceError once the device has failed.
         """
         self._check_open()
         max_tokens = self._check_request(request)
@@ -172,16 +176,12 @@ class Engine:
         require(len(prompt) > 0, "prompt", "must hold at least one token", len(prompt), 1)
         check_token_ids("prompt_token_ids", prompt, vocab_size)
         check_token_ids("stop_token_ids", request.sampling.stop_token_ids, vocab_size)
-        pool_tokens = self._cache.config.num_blocks * self._cache.config.block_size
-        if len(prompt) > pool_tokens:
-            needed = -(-len(prompt) // self._cache.config.block_size)
-            usage, total = self._cache.usage(), self._cache.config.num_blocks
-            raise OutOfBlocks(needed=needed, free=self._cache.num_available(), evictable=usage.cached, total=total)
-        if len(prompt) >= self.max_model_len:
-            raise SequenceTooLong(
-                "the prompt leaves no room for a new token", num_tokens=len(prompt), limit=self.max_model_len - 1
-            )
-        return min(request.sampling.max_tokens, self.max_model_len - len(prompt))
+        limit = self.max_model_len  # of the model, as configured, or as the whole pool holds: the least of them
+        if len(prompt) > limit:
+            raise SequenceTooLong("the prompt is too long", num_tokens=len(prompt), limit=limit)
+        if len(prompt) == limit:
+            raise SequenceTooLong("the prompt leaves no room for a new token", num_tokens=limit, limit=limit - 1)
+        return min(request.sampling.max_tokens, limit - len(prompt))
 
     async def _run(self) -> None:
         try:

@@ -58,7 +58,7 @@ class RequestState:
         self.token_ids.append(token_id)
         self._unsent_token_ids.append(token_id)
         if token_id in self._stop_token_ids:
-            self._unsent_text += self._stop_checker.flush()
+            self.release_text()
             self.finish_reason = FinishReason.STOP
             return
         text, is_stopped = self._stop_checker.push(self._detokenizer.push(token_id))
@@ -66,8 +66,12 @@ class RequestState:
         if is_stopped:
             self.finish_reason = FinishReason.STOP
         elif self.num_output_tokens >= self._max_tokens:
-            self._unsent_text += self._stop_checker.flush()
+            self.release_text()
             self.finish_reason = FinishReason.LENGTH
+
+    def release_text(self) -> None:
+        """Let the text that was held back lest it begin a stop string be sent: no more will come."""
+        self._unsent_text += self._stop_checker.flush()
 
     def send(self) -> None:
         """Give the reader the text that became certain, and the end if there is one."""

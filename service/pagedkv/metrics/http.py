@@ -17,6 +17,7 @@ from importlib import resources
 from typing import Final
 from urllib.parse import unquote
 
+from pagedkv.address import Hold, address_text
 from pagedkv.errors import InvalidArgument, SequenceNotFound
 from pagedkv.loopback import is_loopback
 from pagedkv.metrics.service import ServiceMetrics
@@ -65,14 +66,15 @@ class Response:
 
 
 class MetricsServer:
-    """Serves one service's metrics. Start and stop it on the event loop that owns the cache."""
+    """Serves one service's metrics. Start and stop it on the event loop that owns the cache.
 
-    def __init__(self, metrics: ServiceMetrics, *, host: str = "127.0.0.1", port: int = 9400) -> None:
+    Without metrics it serves a service that is still loading, alive and not ready, until `show`.
+    """
+
+    def __init__(self, metrics: ServiceMetrics | None, *, host: str = "127.0.0.1", port: int = 9400) -> None:
         self.port = port
-        self._metrics = metrics
         self._host = host
         self._server: asyncio.Server | None = None
-        self._broadcaster = Broadcaster(metrics.frames)
         self._connections: set[asyncio.Task[None]] = set()
         self._routes: dict[str, Callable[[Request], Awaitable[Response]]] = {
             "/": self._page,
@@ -81,19 +83,29 @@ class MetricsServer:
             "/ready": self._ready,
             "/api/blocks": self._blocks,
         }
+        self._is_loading = metrics is None
+        if metrics is not None:
+            self.show(metrics)
+
+    def show(self, metrics: ServiceMetrics) -> None:
+        """Serve these metrics from now on."""
+        self._metrics, self._broadcaster, self._is_loading = metrics, Broadcaster(metrics.frames), False
 
     async def start(self) -> None:
         """Bind and serve; port 0 takes a free one. Raises InvalidArgument if the port is taken."""
+        hold = Hold(self._host, self.port, field="metrics_port")
         try:
             self._server = await asyncio.start_server(
-                self._connect, self._host, self.port, limit=_MAX_HEAD_BYTES, reuse_port=False
+                self._connect, self._host, hold.port, limit=_MAX_HEAD_BYTES, reuse_port=False
             )
         except OSError as error:
             raise InvalidArgument(
-                f"cannot listen on {self._host}:{self.port}: {error.strerror or error}",
+                f"cannot listen on {address_text(self._host, self.port)}: {error.strerror or error}",
                 field="metrics_port",
                 value=self.port,
             ) from error
+        finally:
+            hold.release()
         self.port = self._server.sockets[0].getsockname()[1]
 
     @property
@@ -108,7 +120,8 @@ class MetricsServer:
         for task in tuple(self._connections):
             task.cancel()
         await asyncio.gather(*self._connections, return_exceptions=True)
-        await self._broadcaster.stop()
+        if not self._is_loading:
+            await self._broadcaster.stop()
 
     # -- connections --------------------------------------------------------------------------------------------
 
@@ -136,7 +149,7 @@ class MetricsServer:
         request = await asyncio.wait_for(_read_request(reader), _DEADLINE_SECONDS)
         if isinstance(request, Response):
             await _send(reader, writer, request)
-        elif request.path == "/api/events" and request.method == "GET" and self._is_allowed(request):
+        elif request.path == "/api/events" and request.method == "GET" and self._is_shown(request):
             await self._stream(writer)
         else:
             await _send(reader, writer, await self._answer(request), with_body=request.method != "HEAD")
@@ -146,6 +159,8 @@ class MetricsServer:
             return _problem(405, "only GET and HEAD")
         if not self._is_allowed(request):
             return _problem(403, "the Host header names another host")
+        if self._is_loading and request.path != "/health":
+            return _problem(503, "the service is still loading")
         route = self._routes.get(request.path)
         if route is not None:
             return await route(request)
@@ -154,6 +169,9 @@ class MetricsServer:
         if request.path.startswith("/api/blocks/"):
             return self._block(request.path.removeprefix("/api/blocks/"))
         return _problem(404, "no such page")
+
+    def _is_shown(self, request: Request) -> bool:
+        return not self._is_loading and self._is_allowed(request)
 
     def _is_allowed(self, request: Request) -> bool:
         """Whether the Host is this one: a page elsewhere must not reach a loopback port through a name of its own."""

@@ -53,6 +53,10 @@ class ServiceMetrics:
         """Ask this from now on whether the device is healthy, in place of the engine: there may be none."""
         self._collector.is_healthy = is_healthy
 
+    def watch_readiness(self, is_ready: Callable[[], bool]) -> None:
+        """Ask this from now on whether the service takes calls, which a healthy one that drains does not."""
+        self.is_ready = is_ready
+
     def watch_backend(self, backend: Any) -> None:
         """Time the backend's kernels and show its memory from now on."""
         KernelTimer(backend, self.recorder)
