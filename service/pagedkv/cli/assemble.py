@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from pagedkv.cache import CacheManager
-from pagedkv.cli.backends import OnProgress, Say, open_backend
+from pagedkv.cli.backends import OnProgress, Say, is_asked_too_much, open_backend, open_cpu, reason_for_cpu
 from pagedkv.cli.front import Front, open_front
+from pagedkv.cli.models import SMOLLM2, check_model
 from pagedkv.cli.options import ServeOptions
 from pagedkv.compute.backend import Backend
 from pagedkv.compute.cpu.backend import CpuBackend
 from pagedkv.compute.cuda.backend import CudaBackend
 from pagedkv.compute.layout import KvLayout
-from pagedkv.config import CacheConfig, EngineConfig, KvShape
+from pagedkv.config import CacheConfig, KvShape, require
 from pagedkv.engine import Engine
-from pagedkv.errors import InvalidArgument
+from pagedkv.errors import DeviceError
 from pagedkv.metrics.service import ServiceMetrics
 from pagedkv.model import LoadedModel, ModelConfig, load_model, read_model_config
 from pagedkv.model.hub import fetch_smollm2
@@ -91,7 +93,7 @@ class Service:
             decoder=model.decoder,
             tokenizer=model.tokenizer,
             model_config=model.config,
-            config=_engine_config(self.options, self.backend.num_host_blocks),
+            config=self.options.engine_config("swap" if self.backend.num_host_blocks else "recompute"),
             observer=metrics.engine_observer,
         )
 
@@ -113,50 +115,56 @@ def build_service(
 ) -> Service:
     """Open the backend, load the model and compile what it needs. Blocks for seconds; if it fails, nothing stays open.
 
-    Raises InvalidArgument for options that do not fit the model or the machine, UnsupportedModel, DeviceError.
+    The backend "auto" is a GPU's if everything gets ready on it, else the CPU's, which says why. Raises InvalidArgument
+    for options that do not fit the model or the machine, UnsupportedModel, DeviceError.
     """
     path = None if options.model is None else _resolve_model(options.model, say)
     config = None if path is None else read_model_config(path)
+    max_sequence_tokens = _sequence_limit(options, config)
     shape = options.shape if config is None else config.kv_shape(options.dtype)
     assert shape is not None
-    backend = open_backend(options, shape, on_compile, say)
+    arguments = options, shape, on_compile, say
     try:
-        model = None if path is None else load_model(path, backend)
-        backend.warm_up()
-    except BaseException:
-        backend.close()
-        raise
+        backend, model = _open(open_backend, path, *arguments)
+    except DeviceError as error:
+        if options.backend != "auto" or is_asked_too_much(options, error):
+            raise
+        backend, model = _open(partial(open_cpu, reason=reason_for_cpu(error)), path, *arguments)
     layout = backend.layout
     cache = CacheManager(
         CacheConfig(
             num_blocks=layout.num_blocks,
             block_size=layout.block_size,
             num_layers=shape.num_layers,
-            max_sequence_tokens=_sequence_limit(options, config),
+            max_sequence_tokens=max_sequence_tokens,
             num_host_blocks=backend.num_host_blocks,
         )
     )
     return Service(options, layout, backend, model, cache)
 
 
+def _open(
+    opener: BackendOpener, path: Path | None, options: ServeOptions, shape: KvShape, on_compile: OnProgress, say: Say
+) -> tuple[CpuBackend | CudaBackend, LoadedModel | None]:
+    """Open a backend and get it ready, with the model if there is one; if it fails, nothing stays open."""
+    backend = opener(options, shape, on_compile, say)
+    try:
+        model = None if path is None else load_model(path, backend)
+        backend.warm_up()
+    except BaseException:
+        backend.close()
+        raise
+    return backend, model
+
+
 def _resolve_model(model: str, say: Say) -> Path:
-    if model == "smollm2":
-        return fetch_smollm2(say)
-    path = Path(model)
-    if not path.exists():
-        raise InvalidArgument(f'is neither "smollm2" nor an existing file or directory: {model!r}', field="model")
-    return path
+    check_model(model)
+    return fetch_smollm2(say) if model == SMOLLM2 else Path(model)
 
 
 def _sequence_limit(options: ServeOptions, config: ModelConfig | None) -> int | None:
-    limits = [options.max_model_len, None if config is None else config.context_length]
-    return min((limit for limit in limits if limit is not None), default=None)
-
-
-def _engine_config(options: ServeOptions, num_host_blocks: int) -> EngineConfig:
-    return EngineConfig(
-        preemption=options.preemption or ("swap" if num_host_blocks else "recompute"),
-        max_num_seqs=options.max_num_seqs,
-        max_batch_tokens=options.max_batch_tokens,
-        max_model_len=options.max_model_len,
-    )
+    if config is None:
+        return options.max_model_len
+    asked, limit = options.max_model_len, config.context_length
+    require(asked is None or asked <= limit, "max_model_len", f"is beyond the model's context of {limit}", asked, limit)
+    return asked or limit

@@ -5,23 +5,24 @@ from __future__ import annotations
 import asyncio
 import gc
 import signal
-import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, TypeVar
+from types import FrameType
+from typing import TYPE_CHECKING, Final
 
 from rich.console import Console
 
 from pagedkv.address import Hold
 from pagedkv.cli.console import make_console
+from pagedkv.cli.models import check_model
 from pagedkv.cli.options import ServeOptions
 from pagedkv.cli.progress import CompileProgress
+from pagedkv.cli.threads import in_thread
 from pagedkv.unfinished import end_process
 
 if TYPE_CHECKING:
     from pagedkv.cli.assemble import Service
     from pagedkv.cli.front import Front
 
-T = TypeVar("T")
 FAILURE_EXIT_CODE: Final = 70  # EX_SOFTWARE: the device is lost, and a new process is needed
 
 
@@ -29,10 +30,12 @@ def run_serve(options: ServeOptions) -> int:
     """Serve until SIGTERM or SIGINT, then drain; a second signal ends the grace, a third the process.
 
     Return the exit code: 0, or FAILURE_EXIT_CODE when the device failed. Before it is ready a signal ends the process
-    at once. Mistakes about ports are found before anything else is done: raises InvalidArgument.
+    at once. What is wrong about ports and the model's name is found before anything else is done: InvalidArgument.
     """
     console = make_console(stderr=True)
     hold_ports(options)
+    if options.model is not None:
+        check_model(options.model)
     return asyncio.run(_serve(options, console))
 
 
@@ -44,9 +47,9 @@ def hold_ports(options: ServeOptions) -> None:
 
 
 async def _serve(options: ServeOptions, console: Console) -> int:
-    from pagedkv.cli.front import open_front
-
     signals = Signals()
+    from pagedkv.cli.front import open_front  # takes a while, in which signals are obeyed
+
     front = await open_front(options)
     try:
         service = await in_thread(lambda: _build(options, console))
@@ -76,15 +79,16 @@ async def _run(service: Service, signals: Signals, console: Console) -> int:
     """Wait for a signal or a failure, then drain."""
     assert service.server is not None
     failed = asyncio.ensure_future(service.server.failed.wait())
-    signals.first = asyncio.Event()
-    stopped = asyncio.ensure_future(signals.first.wait())
+    stop = asyncio.Event()
+    stopped = asyncio.ensure_future(stop.wait())
+    signals.then(stop.set, service.server.hurry)
     await asyncio.wait((failed, stopped), return_when=asyncio.FIRST_COMPLETED)
     has_failed = failed.done()
     if has_failed:
+        signals.then(service.server.hurry)
         console.print("[bold red]failed[/] the device is lost; ending, so that a new process can start")
     else:
         console.print(f"draining, up to {service.options.drain_seconds:g} s (again to cut it short)")
-    signals.later = service.server.hurry
     await service.stop()
     for waiting in (failed, stopped):
         waiting.cancel()
@@ -92,38 +96,23 @@ async def _run(service: Service, signals: Signals, console: Console) -> int:
 
 
 class Signals:
-    """What SIGTERM and SIGINT do: end the process; once it serves, first drain, then hurry, and then end it."""
+    """What SIGTERM and SIGINT do: end the process; once it serves, first drain, then hurry, and then end it.
+
+    The handlers are not the loop's, which would hear of a signal only when what it runs at the moment has ended.
+    """
 
     def __init__(self) -> None:
         """Take the signals; on the event loop."""
-        self.first: asyncio.Event | None = None
-        self.later: Callable[[], None] | None = None
-        loop = asyncio.get_running_loop()
+        self._loop = asyncio.get_running_loop()
+        self._steps: list[Callable[[], object]] = []
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._obey, number)
+            signal.signal(number, self._obey)
 
-    def _obey(self, number: signal.Signals) -> None:
-        if self.first is not None and not self.first.is_set():
-            self.first.set()
-        elif self.later is not None:
-            later, self.later = self.later, None
-            later()
-        else:
+    def then(self, *steps: Callable[[], object]) -> None:
+        """Have each of the next signals do one of these on the loop, and only those after them end the process."""
+        self._steps = list(steps)
+
+    def _obey(self, number: int, frame: FrameType | None) -> None:
+        if not self._steps:
             end_process(128 + number)
-
-
-async def in_thread(job: Callable[[], T]) -> T:
-    """Run a job on a thread that the process need not wait for, unlike asyncio.to_thread's, and return its result."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
-
-    def run() -> None:
-        try:
-            result = job()
-        except BaseException as error:
-            loop.call_soon_threadsafe(done.set_exception, error)
-        else:
-            loop.call_soon_threadsafe(done.set_result, result)
-
-    threading.Thread(target=run, name="pagedkv-build", daemon=True).start()
-    return await done
+        self._loop.call_soon_threadsafe(self._steps.pop(0))

@@ -163,16 +163,23 @@ class Listener:
         return address_text(self._host, self.port)
 
     async def start(self) -> None:
-        """Listen. Raises InvalidArgument if the port is taken."""
-        hold = Hold(self._host, self.port, field="port")
+        """Listen. Raises InvalidArgument if the port is taken; then the listener is closed."""
         try:
-            self.port = hold.port
+            self._take_port()
+            await self.server.start()
+        except BaseException:
+            await self.server.stop(None)
+            raise
+
+    def _take_port(self) -> None:
+        hold = Hold(self._host, self.port, field="port")
+        self.port = hold.port
+        try:
             self.server.add_insecure_port(self.address)
         except RuntimeError as error:
             raise InvalidArgument(f"cannot listen on {self.address}", field="port", value=self.port) from error
         finally:
             hold.release()
-        await self.server.start()
 
     def open(self, interceptor: ServerInterceptor, serving: Sequence[str]) -> None:
         """Let calls in through the interceptor, and tell of these services that they are served."""
