@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 from rich.markup import escape
 
 from pagedkv.cli.console import make_console
@@ -20,7 +24,6 @@ from pagedkv.errors import InvalidArgument, PagedKvError
 app = typer.Typer(
     name="pagedkv",
     help="A paged KV cache with attention, served over gRPC.",
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -191,7 +194,7 @@ def top(
     ] = "http://127.0.0.1:9400",
 ) -> None:
     """Watch the page pool of a running service; q ends it."""
-    from pagedkv.metrics.top import run_top
+    from pagedkv.cli.top import run_top
 
     run_top(url)
 
@@ -205,18 +208,43 @@ def doctor() -> None:
 
 
 def run() -> int:
-    """Run the command line and return its exit code; an error of ours is one line, not a traceback.
+    """Run the command line and return its exit code; every mistake and error of ours is one line, not a traceback.
 
     2 is a mistake in what was asked, 1 that it could not be done.
     """
     console = make_console(stderr=True)
     drop_platform_variables(lambda line: console.print(escape(line), soft_wrap=True))
     try:
-        app()
+        code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
+    except typer.Abort:
+        return 128 + signal.SIGINT
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what reads our output has read enough
+        return 1
+    except _UsageError as error:
+        print_error(console, InvalidArgument.reason, explain_usage(error))
+        return 2
     except PagedKvError as error:
-        line = f"[bold red]error[/] [dim]{error.reason}[/] {escape(error.message)}"
-        console.print(line, soft_wrap=True)
+        print_error(console, error.reason, error.message)
         return 2 if isinstance(error, InvalidArgument) else 1
-    except SystemExit as end:
-        return end.code if isinstance(end.code, int) else 1
-    return 0
+    return code if isinstance(code, int) else 0
+
+
+_UsageError: Any = typer.BadParameter.__base__  # what every mistake on the command line is one of
+
+
+def explain_usage(error: Any) -> str:
+    """Return one line about a mistake on the command line or in a variable, whose value is shown."""
+    text = " ".join(error.format_message().split())
+    context: Any = error.ctx
+    parameter: Any = getattr(error, "param", None)
+    source: Any = context.get_parameter_source(parameter.name) if context and parameter else None
+    if source is not None and source.name == "ENVIRONMENT":
+        name = f"PAGEDKV_{parameter.name.upper()}"
+        text += f" ({name}={os.environ.get(name)})"
+    return text if context is None else f"{text}; see `{context.command_path} -h`"
+
+
+def print_error(console: Console, reason: str, text: str) -> None:
+    """Print one line of an error."""
+    console.print(f"[bold red]error[/] [dim]{reason}[/] {escape(text)}", soft_wrap=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 from pagedkv.cache import CacheManager
 from pagedkv.cli.backends import OnProgress, Say, is_asked_too_much, open_backend, open_cpu, reason_for_cpu
 from pagedkv.cli.front import Front, open_front
-from pagedkv.cli.models import SMOLLM2, check_model
+from pagedkv.cli.models import SMOLLM2, check_model, model_name
 from pagedkv.cli.options import ServeOptions
 from pagedkv.compute.backend import Backend
 from pagedkv.compute.cpu.backend import CpuBackend
@@ -66,7 +66,8 @@ class Service:
             raise
 
     async def _start(self, front: Front) -> None:
-        metrics = ServiceMetrics(self.cache, self.layout, backend_name=self.backend.name)
+        name = None if self.options.model is None else model_name(self.options.model)
+        metrics = ServiceMetrics(self.cache, self.layout, backend_name=self.backend.name, model_name=name)
         metrics.watch_backend(self.backend)
         if self.model is not None:
             self.engine = self._make_engine(self.model, metrics)

@@ -23,6 +23,12 @@ def check_model(model: str) -> None:
         )
 
 
+def model_name(model: str) -> str:
+    """Return a model's name for people: that of its file or directory."""
+    path = Path(model)
+    return path.stem if path.suffix == ".gguf" else path.name
+
+
 def _hint(model: str) -> str:
     if difflib.get_close_matches(model.lower(), [SMOLLM2], cutoff=0.6):
         return f'; did you mean "{SMOLLM2}"?'

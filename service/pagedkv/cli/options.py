@@ -73,7 +73,7 @@ class ServeOptions:
         require(self.model is not None or self.shape is not None, "model", "is needed, or --no-model", self.model)
         require(self.model is None or self.shape is None, "model", "and --no-model exclude each other", self.model)
         self._check_ports()
-        require(self.backend in BACKENDS, "backend", f"must be one of {BACKENDS}", self.backend)
+        require(self.backend in BACKENDS, "backend", "must be auto, cpu or cuda", self.backend)
         require(self.blocks is None or self.blocks >= 1, "blocks", "must be at least 1", self.blocks, 1)
         hosts = self.swap_blocks
         require(hosts is None or hosts >= 0, "swap_blocks", "must not be negative", hosts, 0)

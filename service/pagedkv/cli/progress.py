@@ -33,7 +33,8 @@ class CompileProgress:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._show.cancel()
-        self._progress.stop()
+        if self._progress.live.is_started:
+            self._progress.stop()
 
     def update(self, done: int, total: int, name: str) -> None:
         """Show that `done` of `total` kernels are compiled and `name` is next (or was last)."""

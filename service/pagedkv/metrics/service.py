@@ -18,7 +18,9 @@ from pagedkv.metrics.tracing import ObserverGroup, make_tracer
 class ServiceMetrics:
     """The metrics of one cache and, if there is one, its engine. Nothing is shared between two services."""
 
-    def __init__(self, cache: CacheManager, layout: KvLayout, *, backend_name: str) -> None:
+    def __init__(
+        self, cache: CacheManager, layout: KvLayout, *, backend_name: str, model_name: str | None = None
+    ) -> None:
         self.recorder = Recorder()
         self._collector = LiveCollector(cache, layout, backend_name, self.recorder)
         self._exposition = Exposition(self.recorder.store)
@@ -27,6 +29,7 @@ class ServiceMetrics:
             cache,
             layout,
             backend_name,
+            model_name,
             engine=lambda: self._collector.engine,
             num_generated=lambda: self.recorder.num_generated_tokens,
         )
