@@ -90,6 +90,31 @@ def test_nc10_a_signal_to_process_1_while_kernels_compile_ends_it_at_once(tmp_pa
     assert_nothing_half_written(tmp_path)
 
 
+def processes_that_mention(text: str) -> list[str]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            command = (entry / "cmdline").read_bytes() if entry.name.isdecimal() else b""
+            found += [entry.name] if text.encode() in command else []
+    return found
+
+
+def test_nc10_a_signal_while_the_model_is_fetched_leaves_no_file_and_no_process(tmp_path):
+    """From an index that takes connections and never answers, by pip or without it."""
+    with socket.create_server(("127.0.0.1", 0)) as index:
+        url = f"http://127.0.0.1:{index.getsockname()[1]}/simple"
+        environment = {**os.environ, "PIP_INDEX_URL": url, "PAGEDKV_CACHE_DIR": str(tmp_path)}
+        command = [PAGEDKV, "serve", "smollm2", "--port", "0", "--metrics-port", "0"]
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+        with process:
+            assert "Downloading" in process.stderr.readline()
+            index.accept()[0].close()
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(PATIENCE) == 143
+    assert [path.suffix for path in (tmp_path / "models").iterdir()] == [".lock"]
+    assert processes_that_mention(str(tmp_path)) == []
+
+
 def test_nc15_both_ports_answer_while_kernels_compile(tmp_path):
     port, metrics_port = free_port(), free_port()
     with cold_start(tmp_path, "--port", str(port), "--metrics-port", str(metrics_port)):
@@ -151,6 +176,43 @@ async def test_rl07_fifty_streams_end_complete_or_cancelled_and_probes_and_new_c
         count = sum(len(chunk.token_ids) for chunk in (first, *rest))
         reason = (first, *rest)[-1].finish_reason
         assert (reason, count) == ("length", length) or (reason == "cancelled" and length == 1900 and count < length)
+
+
+def start_generating(service, *arguments):
+    """Start the command line's stream; return its process and what it printed first."""
+    command = [PAGEDKV, "generate", "a", "--target", service.address, "--max-tokens", "1900", *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return process, process.stdout.read(1)
+
+
+def test_rl07_the_command_line_says_that_the_server_cut_an_answer_off(model):
+    with ServiceProcess("serve", str(model), "--blocks", "2000", "--drain-seconds", "0") as service:
+        process, first = start_generating(service)
+        service.process.send_signal(signal.SIGTERM)
+        output, errors = process.communicate(timeout=PATIENCE)
+    assert (first + output).endswith(b"\n")
+    assert errors == b"cancelled by the server: this is not the whole answer\n"
+    assert process.returncode == 1
+
+
+def test_an_interrupted_streams_error_is_on_a_line_of_its_own(model):
+    with ServiceProcess("serve", str(model), "--blocks", "2000") as service:
+        process, _ = start_generating(service)
+        service.process.kill()
+        output, errors = process.communicate(timeout=PATIENCE)
+    assert output.endswith(b"\n")
+    assert errors.startswith(b"error ")
+    assert errors.count(b"\n") == 1
+    assert process.returncode == 1
+
+
+def test_an_interrupt_ends_the_command_line_with_130_and_its_line(model):
+    with ServiceProcess("serve", str(model), "--blocks", "2000") as service:
+        process, _ = start_generating(service)
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=PATIENCE)
+    assert output.endswith(b"\n")
+    assert (process.returncode, errors) == (130, b"")
 
 
 async def attend_for_ever(step, query):

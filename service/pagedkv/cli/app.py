@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from pagedkv.cli.console import make_console
+from pagedkv.cli.console import as_text, make_console
 from pagedkv.cli.environment import drop_platform_variables
 from pagedkv.cli.options import BACKENDS, DEFAULT_MEMORY, ServeOptions, load_config_file
 from pagedkv.config import ACTIVATIONS, BLOCK_SIZES, HEAD_DIMS, PREEMPTION_MODES, KvShape
@@ -172,8 +172,8 @@ def generate(
     from pagedkv.cli.generate import run_generate
 
     sampling = {"max_tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
-    code = run_generate(target, prompt, is_chat=chat, with_stats=stats, stop=tuple(stop or ()), **sampling)
-    raise typer.Exit(code)
+    stops = tuple(as_text(text, "stop") for text in stop or ())
+    raise typer.Exit(run_generate(target, prompt, is_chat=chat, with_stats=stats, stop=stops, **sampling))
 
 
 @app.command(context_settings=_VARIABLES)
@@ -184,7 +184,7 @@ def demo(
     """Fetch SmolLM2-135M, serve it on a free port, stream an answer, say what the cache did, stop."""
     from pagedkv.cli.demo import run_demo
 
-    asyncio.run(run_demo(question, threads))
+    asyncio.run(run_demo(as_text(question, "question"), threads))
 
 
 @app.command(context_settings=_VARIABLES)

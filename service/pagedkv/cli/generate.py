@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from pagedkv.cli.console import forgive, make_console
+from pagedkv.cli.console import as_text, forgive, make_console
 from pagedkv.cli.speed import Stopwatch
 from pagedkv.client import Client
 from pagedkv.errors import InvalidArgument
@@ -19,7 +19,7 @@ def run_generate(target: str, prompt: str, *, is_chat: bool, with_stats: bool, *
     Return 1 if the server cut it off, else 0. Raises what the client raises.
     """
     forgive(sys.stdout)
-    text = read_standard_input() if prompt == "-" else prompt
+    text = read_standard_input() if prompt == "-" else as_text(prompt, "prompt")
     source: dict[str, Any] = {"messages": [{"role": "user", "content": text}]} if is_chat else {"prompt": text}
     console, stopwatch, reason = make_console(stderr=True), Stopwatch(), None
     with Client(target) as client:

@@ -34,7 +34,8 @@ class Gate(ServerInterceptor):
         self._refusal: Callable[[], PagedKvError] | None = _starting
         self._inner: ServerInterceptor = ErrorInterceptor(NullRpcObserver(), max_streams)
         self._running: set[asyncio.Task[Any]] = set()
-        self._cut: set[asyncio.Task[Any]] = set()
+        self._sending: set[asyncio.Task[Any]] = set()  # of those: not in our code, and so not to be interrupted
+        self._is_cut = False
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -54,9 +55,9 @@ class Gate(ServerInterceptor):
             return
 
     def cut(self) -> None:
-        """End the calls that still run, each with the status of its own that the server is shutting down."""
-        self._cut |= self._running
-        for task in self._running:
+        """End the calls that still run with Draining: now, or when the message that one is sending is sent."""
+        self._is_cut = True
+        for task in self._running - self._sending:
             task.cancel()
 
     async def intercept_service(
@@ -101,27 +102,31 @@ class Gate(ServerInterceptor):
 
     def _note_stream(self, behaviour: Any) -> Any:
         async def call(request: Any, context: Any) -> AsyncIterator[Any]:
-            with self._as_running():
+            with self._as_running() as task:
                 async for response in behaviour(request, context):
+                    self._sending.add(task)
                     yield response
+                    self._sending.discard(task)
+                    if self._is_cut:
+                        raise _draining()
 
         return call
 
     @contextmanager
-    def _as_running(self) -> Iterator[None]:
+    def _as_running(self) -> Iterator[asyncio.Task[Any]]:
         task = asyncio.current_task()
         assert task is not None
         self._running.add(task)
         self._idle.clear()
         try:
-            yield
+            yield task
         except asyncio.CancelledError:
-            if task in self._cut:
+            if self._is_cut:
                 raise _draining() from None
             raise
         finally:
             self._running.discard(task)
-            self._cut.discard(task)
+            self._sending.discard(task)
             if not self._running:
                 self._idle.set()
 
