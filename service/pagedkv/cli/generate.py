@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from typing import Any
 
@@ -9,7 +10,7 @@ from rich.console import Console
 
 from pagedkv.cli.console import as_text, forgive, make_console
 from pagedkv.cli.speed import Stopwatch
-from pagedkv.client import Client
+from pagedkv.client import AsyncClient
 from pagedkv.errors import InvalidArgument
 
 
@@ -21,21 +22,28 @@ def run_generate(target: str, prompt: str, *, is_chat: bool, with_stats: bool, *
     forgive(sys.stdout)
     text = read_standard_input() if prompt == "-" else as_text(prompt, "prompt")
     source: dict[str, Any] = {"messages": [{"role": "user", "content": text}]} if is_chat else {"prompt": text}
-    console, stopwatch, reason = make_console(stderr=True), Stopwatch(), None
-    with Client(target) as client:
+    console, stopwatch = make_console(stderr=True), Stopwatch()
+    reason = asyncio.run(_stream(target, stopwatch, {**source, **options}))
+    if with_stats:
+        _tell(console, stopwatch, reason)
+    if reason == "cancelled":
+        console.print("cancelled by the server: this is not the whole answer")
+    return int(reason == "cancelled")
+
+
+async def _stream(target: str, stopwatch: Stopwatch, options: dict[str, Any]) -> str | None:
+    """Print the text and the end of its line; return why it ended."""
+    reason = None
+    async with AsyncClient(target) as client:
         try:
-            for chunk in client.generate(**source, **options):
+            async for chunk in client.generate(**options):
                 stopwatch.note(chunk)
                 reason = chunk.finish_reason
                 print(chunk.text, end="", flush=True)
         finally:
             if stopwatch.num_output_tokens or reason:
                 print(flush=True)  # what is said next, an error too, is on a line of its own
-    if with_stats:
-        _tell(console, stopwatch, reason)
-    if reason == "cancelled":
-        console.print("cancelled by the server: this is not the whole answer")
-    return int(reason == "cancelled")
+    return reason
 
 
 def read_standard_input() -> str:
