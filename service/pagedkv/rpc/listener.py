@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, Final
 
 import grpc
@@ -15,7 +15,7 @@ from grpc_reflection.v1alpha import reflection
 from pagedkv.address import Hold, address_text
 from pagedkv.errors import Draining, InvalidArgument, PagedKvError, Starting
 from pagedkv.rpc.health import HealthService
-from pagedkv.rpc.interceptors import ErrorInterceptor, NullRpcObserver
+from pagedkv.rpc.status import to_status
 
 # How long what is left may take, each of which is over at once unless a reader does not read:
 _LAST_WORDS_SECONDS, _CUTTING_SECONDS, _CLOSING_SECONDS = 0.6, 0.1, 0.2
@@ -26,13 +26,13 @@ _Status: Final = health_pb2.HealthCheckResponse
 class Gate(ServerInterceptor):
     """Lets calls of our services in while it is open, answers all others by its refusal, and knows which run.
 
-    Whatever is let in or refused passes the interceptor that is current: statuses and observers are its.
+    Every call passes the interceptor that is current, the first one until `open`: statuses and observers are its.
     """
 
-    def __init__(self, prefix: str, max_streams: int) -> None:
+    def __init__(self, prefix: str, first: ServerInterceptor) -> None:
         self._prefix = prefix
         self._refusal: Callable[[], PagedKvError] | None = _starting
-        self._inner: ServerInterceptor = ErrorInterceptor(NullRpcObserver(), max_streams)
+        self._inner = first
         self._running: set[asyncio.Task[Any]] = set()
         self._sending: set[asyncio.Task[Any]] = set()  # of those: not in our code, and so not to be interrupted
         self._is_cut = False
@@ -65,19 +65,18 @@ class Gate(ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """Wrap or replace the handlers of our own services."""
-        if not handler_call_details.method.startswith(self._prefix):
-            return await continuation(handler_call_details)
+        """Wrap the handlers of our own services, or replace them by a refusal."""
+        is_ours = handler_call_details.method.startswith(self._prefix)
+        refusal = self._refusal if is_ours else None
 
         async def choose(details: grpc.HandlerCallDetails) -> Any:
-            return self._noted(await continuation(details)) if self._refusal is None else self._refusing()
+            return await continuation(details) if refusal is None else self._refusing(refusal)
 
-        return await self._inner.intercept_service(choose, handler_call_details)
+        handler = await self._inner.intercept_service(choose, handler_call_details)
+        return self._noted(handler) if is_ours and refusal is None else handler
 
-    def _refusing(self) -> Any:
+    def _refusing(self, refusal: Callable[[], PagedKvError]) -> Any:
         """Return a handler that refuses; by the wire its kind of call fits all kinds."""
-        refusal = self._refusal
-        assert refusal is not None
 
         async def refuse(requests: Any, context: Any) -> AsyncIterator[Any]:
             raise refusal()
@@ -95,25 +94,25 @@ class Gate(ServerInterceptor):
 
     def _note_unary(self, behaviour: Any) -> Any:
         async def call(request: Any, context: Any) -> Any:
-            with self._as_running():
+            async with self._as_running(context):
                 return await behaviour(request, context)
 
         return call
 
     def _note_stream(self, behaviour: Any) -> Any:
         async def call(request: Any, context: Any) -> AsyncIterator[Any]:
-            with self._as_running() as task:
+            async with self._as_running(context) as task:
                 async for response in behaviour(request, context):
                     self._sending.add(task)
                     yield response
                     self._sending.discard(task)
                     if self._is_cut:
-                        raise _draining()
+                        raise asyncio.CancelledError
 
         return call
 
-    @contextmanager
-    def _as_running(self) -> Iterator[asyncio.Task[Any]]:
+    @asynccontextmanager
+    async def _as_running(self, context: Any) -> AsyncIterator[asyncio.Task[Any]]:
         task = asyncio.current_task()
         assert task is not None
         self._running.add(task)
@@ -122,7 +121,7 @@ class Gate(ServerInterceptor):
             yield task
         except asyncio.CancelledError:
             if self._is_cut:
-                raise _draining() from None
+                await context.abort_with_status(to_status(_draining()))
             raise
         finally:
             self._running.discard(task)
@@ -145,16 +144,23 @@ def _draining() -> PagedKvError:
 class Listener:
     """A gRPC server that listens before there is anything to serve. Build and use it on the event loop.
 
-    Until `open` every call is refused with Starting, from `drain` on with Draining; health tells NOT_SERVING then.
+    Until `open` every call of ours passes the interceptor and is refused with Starting, from `drain` on with Draining;
+    health tells NOT_SERVING then.
     """
 
     def __init__(
-        self, host: str, port: int, *, services: Sequence[str], max_streams: int, options: Sequence[tuple[str, int]]
+        self,
+        host: str,
+        port: int,
+        *,
+        services: Sequence[str],
+        interceptor: ServerInterceptor,
+        options: Sequence[tuple[str, int]],
     ) -> None:
         self._host, self.port = host, port
         self._services = tuple(services)
         prefix = "/" + services[0].rpartition(".")[0] + "."
-        self._gate = Gate(prefix, max_streams)
+        self._gate = Gate(prefix, interceptor)
         self._hurry = asyncio.Event()
         self.server = grpc.aio.server(interceptors=[self._gate], options=list(options))
         self._health = HealthService()

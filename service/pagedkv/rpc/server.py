@@ -132,7 +132,7 @@ def make_listener(config: ServerConfig) -> Listener:
         config.host,
         config.port,
         services=_SERVICES,
-        max_streams=config.max_streams,
+        interceptor=ErrorInterceptor(NullRpcObserver(), config.max_streams),
         options=_channel_options(config),
     )
 
