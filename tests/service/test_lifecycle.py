@@ -21,8 +21,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from helpers.process import PAGEDKV, ServiceProcess
 from helpers.tiny_models import make_tiny_model
 from helpers.waiting import PATIENCE, until
+from pagedkv.cli.assemble import build_service
+from pagedkv.cli.front import open_front
+from pagedkv.cli.options import ServeOptions
 from pagedkv.cli.serve import FAILURE_EXIT_CODE
 from pagedkv.client import AsyncClient
+from pagedkv.config import KvShape
 from pagedkv.errors import DeviceError, Draining
 
 BARE = ("serve", "--no-model", "--layers", "2", "--heads", "8", "--kv-heads", "2", "--head-dim", "64", "--blocks", "32")
@@ -138,6 +142,17 @@ def test_nc15_a_port_in_use_is_one_line_before_anything_is_made(tmp_path, option
     assert done.returncode == 2
     assert done.stderr == f"error INVALID_ARGUMENT {field}: cannot listen on 127.0.0.1:{port}: in use\n"
     assert list(tmp_path.iterdir()) == []
+
+
+async def test_a_start_that_fails_leaves_no_port_open(monkeypatch):
+    options = ServeOptions(model=None, shape=KvShape(1, 8, 2, 64), blocks=2, port=0, metrics_port=0, backend="cpu")
+    front = await open_front(options)
+    service = await asyncio.to_thread(build_service, options)
+    monkeypatch.setattr("pagedkv.cli.assemble.ServiceMetrics", lambda *arguments, **options: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        await service.start(front)
+    for port in (front.listener.port, front.metrics_server.port):
+        socket.create_server(("127.0.0.1", port)).close()
 
 
 @pytest.fixture(scope="module")

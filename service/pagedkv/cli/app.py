@@ -20,6 +20,7 @@ from pagedkv.cli.options import BACKENDS, DEFAULT_MEMORY, ServeOptions, load_con
 from pagedkv.config import ACTIVATIONS, BLOCK_SIZES, HEAD_DIMS, PREEMPTION_MODES, KvShape
 from pagedkv.dtypes import DType
 from pagedkv.errors import InvalidArgument, PagedKvError
+from pagedkv.unfinished import end_process
 
 app = typer.Typer(
     name="pagedkv",
@@ -182,6 +183,7 @@ def demo(
     threads: Threads = None,
 ) -> None:
     """Fetch SmolLM2-135M, serve it on a free port, stream an answer, say what the cache did, stop."""
+    _end_on_interrupt()
     from pagedkv.cli.demo import run_demo
 
     asyncio.run(run_demo(as_text(question, "question"), threads))
@@ -202,9 +204,15 @@ def top(
 @app.command(context_settings=_VARIABLES)
 def doctor() -> None:
     """Report what this machine offers and compile every kernel."""
+    _end_on_interrupt()
     from pagedkv.cli.doctor import run_doctor
 
     raise typer.Exit(run_doctor())
+
+
+def _end_on_interrupt() -> None:
+    """Have SIGINT end the process as SIGTERM does, at once: a compiler on another thread would be waited for."""
+    signal.signal(signal.SIGINT, lambda number, frame: end_process(128 + number))
 
 
 def run() -> int:
@@ -217,7 +225,7 @@ def run() -> int:
     try:
         code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
     except typer.Abort:
-        return 128 + signal.SIGINT
+        end_process(128 + signal.SIGINT)  # whatever threads are still at
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what reads our output has read enough
         return 1
