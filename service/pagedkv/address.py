@@ -14,6 +14,7 @@ from pagedkv.errors import InvalidArgument
 
 _UNIX: Final = "unix:"
 _MAX_UNIX_PATH_BYTES: Final = 107  # of Linux: 108 with the NUL
+_NOT_IN_TARGETS: Final = frozenset("?#,%")
 
 
 def address_text(host: str, port: int) -> str:
@@ -78,8 +79,12 @@ def clear_unix_path(path: Path) -> None:
     size = len(os.fsencode(path))
     if size > _MAX_UNIX_PATH_BYTES:
         raise _bad_path(f"is a path of {size} bytes, a socket's has at most {_MAX_UNIX_PATH_BYTES}", path)
+    if bad := sorted(_NOT_IN_TARGETS & set(str(path))):
+        raise _bad_path(f"holds {bad[0]!r}, which means something else in a target of gRPC", path)
     if not path.name or not path.parent.is_dir():
         raise _bad_path("is not in an existing directory", path)
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise _bad_path("is in a directory that cannot be written to", path)
     try:
         found = path.lstat()
     except FileNotFoundError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 from contextlib import closing, suppress
@@ -130,6 +131,20 @@ def test_nc16_a_long_path_is_refused_by_the_command_line_in_one_line(tmp_path):
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert "at most 107" in done.stderr
+
+
+@pytest.mark.parametrize("character", "?#,%")
+def test_nc16_a_path_that_no_target_can_name_is_refused_by_its_character(tmp_path, character):
+    with pytest.raises(InvalidArgument, match=re.escape(f"holds '{character}'")) as caught:
+        Hold(f"unix:{tmp_path}/a{character}b", 0, field="port")
+    assert caught.value.field == "host"
+
+
+@pytest.mark.parametrize("name", ["a b", "é日", "a:b", "a'b"])
+async def test_nc16_any_other_path_is_reached_by_its_target(tmp_path, name):
+    host = f"unix:{tmp_path}/{name}"
+    async with serving(host=host), AsyncClient(host, timeout=60) as client:
+        assert (await client.usage()).total == 64
 
 
 @pytest.mark.parametrize("host", ["unix:", "unix:/no/such/directory/socket", "unix:/"])

@@ -58,8 +58,7 @@ async def _serve(options: ServeOptions, console: Console) -> int:
         await front.close()
         raise
     gc.freeze()  # model, kernels and modules live as long as the process; a full collection would walk them all
-    _announce(front, console)
-    return await _run(service, signals, console)
+    return await _run(service, front, signals, console)
 
 
 def _build(options: ServeOptions, console: Console) -> Service:
@@ -75,13 +74,14 @@ def _announce(front: Front, console: Console) -> None:
         console.print(f"      metrics and page map on {front.metrics_url}/", soft_wrap=True)
 
 
-async def _run(service: Service, signals: Signals, console: Console) -> int:
-    """Wait for a signal or a failure, then drain."""
+async def _run(service: Service, front: Front, signals: Signals, console: Console) -> int:
+    """Say that it is ready, wait for a signal or a failure, then drain."""
     assert service.server is not None
     failed = asyncio.ensure_future(service.server.failed.wait())
     stop = asyncio.Event()
     stopped = asyncio.ensure_future(stop.wait())
     signals.then(stop.set, service.server.hurry)
+    _announce(front, console)
     await asyncio.wait((failed, stopped), return_when=asyncio.FIRST_COMPLETED)
     has_failed = failed.done()
     if has_failed:

