@@ -29,11 +29,11 @@ struct SoftmaxState {
         return exp2_flushed(score - (max == NEGATIVE_INFINITY ? 0.0f : max));
     }
 
-    __device__ __forceinline__ float normalizer() const { return sum > 0.0f ? 1.0f / sum : 0.0f; }
+    __device__ __forceinline__ float normalizer() const { return sum == 0.0f ? 0.0f : 1.0f / sum; }
 
-    // Natural logarithm of the sum of exponentials.
+    // Natural logarithm of the sum of exponentials. NaN of scores that are not finite, never what stands for "empty".
     __device__ __forceinline__ float lse() const {
-        return sum > 0.0f ? max * kLn2 + logf(sum) : NEGATIVE_INFINITY;
+        return sum == 0.0f ? NEGATIVE_INFINITY : max * kLn2 + logf(sum);
     }
 };
 

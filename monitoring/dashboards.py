@@ -6,12 +6,14 @@ from dataclasses import dataclass
 
 from grafana_foundation_sdk.builders import common, dashboard, prometheus, stat, timeseries
 from grafana_foundation_sdk.models.common import StackingMode
-from grafana_foundation_sdk.models.dashboard import Dashboard, DataSourceRef
+from grafana_foundation_sdk.models.dashboard import Dashboard, DataSourceRef, VariableOption, VariableRefresh
 
 from monitoring.rules import RECORDING
 from pagedkv.metrics.registry import METRICS, Metric, MetricType, Section
 
-DATASOURCE = DataSourceRef(type_val="prometheus", uid="pagedkv-prometheus")
+DATASOURCE_UID = "pagedkv-prometheus"  # as provisioned, and what a dashboard begins with
+_CHOSEN = DataSourceRef(type_val="prometheus", uid="${datasource}")
+_EVERY_SERVICE = "pagedkv_pool_blocks"  # a metric that each instance has, once
 _RATE = "$__rate_interval"
 _UNITS = {"bytes": "bytes", "ratio": "percentunit", "seconds": "s"}
 _WHOLES = (  # their series sum to a pool
@@ -55,19 +57,31 @@ def panels_by_dashboard() -> dict[str, tuple[Panel, ...]]:
     return {"Overview": OVERVIEW, **sections}
 
 
+def select(name: str) -> str:
+    """Return the series of a metric or rule that the dashboard's variables choose."""
+    return f'{name}{{job=~"$job", instance=~"$instance"}}'
+
+
+def _rate(name: str) -> str:
+    return f"rate({select(name)}[{_RATE}])"
+
+
 def metric_panel(metric: Metric) -> Panel:
-    """Return the panel that shows one metric."""
+    """Return the panel that shows one metric: a line for each instance, or the parts of a whole over all of them."""
     title = metric.name.removeprefix("pagedkv_").removesuffix("_total").replace("_", " ").capitalize()
-    legend = " ".join("{{" + name + "}}" for name in metric.label_names) or "{{instance}}"
-    by = ", ".join(("instance", *metric.label_names))
+    unit = _UNITS.get(metric.unit, "short")
+    legend = " ".join("{{" + name + "}}" for name in ("instance", *metric.label_names))
     if metric.type is MetricType.HISTOGRAM:
-        return Panel(title, metric.help, _UNITS.get(metric.unit, "short"), _quantiles(metric))
+        return Panel(title, metric.help, unit, _quantiles(metric))
     if metric.type is MetricType.COUNTER:
-        unit = "Bps" if metric.unit == "bytes" else "short"
-        rate = Query(f"sum by ({by}) (rate({metric.name}[{_RATE}]))", legend)
-        return Panel(f"{title} per second", metric.help, unit, (rate,))
-    kind = "stack" if metric.name in _WHOLES else "lines"
-    return Panel(title, metric.help, _UNITS.get(metric.unit, "short"), (Query(metric.name, legend),), kind)
+        by = ", ".join(("instance", *metric.label_names))
+        rate = Query(f"sum by ({by}) ({_rate(metric.name)})", legend)
+        return Panel(f"{title} per second", metric.help, "Bps" if metric.unit == "bytes" else "short", (rate,))
+    if metric.name in _WHOLES:
+        (part,) = metric.label_names
+        parts = Query(f"sum by ({part}) ({select(metric.name)})", "{{" + part + "}}")
+        return Panel(title, metric.help, unit, (parts,), "stack")
+    return Panel(title, metric.help, unit, (Query(select(metric.name), legend),))
 
 
 def _quantiles(metric: Metric) -> tuple[Query, ...]:
@@ -76,7 +90,7 @@ def _quantiles(metric: Metric) -> tuple[Query, ...]:
     legend = " {{method}}" if group else ""
     return tuple(
         Query(
-            f"histogram_quantile({quantile}, sum by ({by}) (rate({metric.name}_bucket[{_RATE}])))",
+            f"histogram_quantile({quantile}, sum by ({by}) ({_rate(metric.name + '_bucket')}))",
             f"p{quantile * 100:g}{legend}",
         )
         for quantile in ((0.95,) if group else (0.5, 0.95, 0.99))
@@ -84,14 +98,16 @@ def _quantiles(metric: Metric) -> tuple[Query, ...]:
 
 
 def _stat(title: str, name: str, unit: str) -> Panel:
-    return Panel(title, METRICS[name].help, unit, (Query(name, "{{instance}}"),), "stat")
+    return Panel(title, METRICS[name].help, unit, (Query(select(name), "{{instance}}"),), "stat")
 
 
 def _recorded(title: str, description: str, names: tuple[str, ...]) -> Panel:
     assert all(name in RECORDING for name in names)
-    return Panel(title, description, "percentunit", tuple(Query(name, name.split(":")[-1]) for name in names))
+    queries = tuple(Query(select(name), "{{instance}} " + name.split(":")[-1]) for name in names)
+    return Panel(title, description, "percentunit", queries)
 
 
+_HELD_BYTES = f"{select('pagedkv_held_blocks')} * {select('pagedkv_pool_bytes')} / {select('pagedkv_pool_blocks')}"
 OVERVIEW: tuple[Panel, ...] = (
     _stat("Pool in use", "pagedkv_kv_cache_usage_ratio", "percentunit"),
     _stat("Slots holding tokens", "pagedkv_token_occupancy_ratio", "percentunit"),
@@ -105,8 +121,8 @@ OVERVIEW: tuple[Panel, ...] = (
         "What is held, and what the same sequences would reserve from a contiguous allocator.",
         "bytes",
         (
-            Query("pagedkv_held_blocks * on (instance, job) pagedkv_pool_bytes / pagedkv_pool_blocks", "paged"),
-            Query("pagedkv_contiguous_bytes", "contiguous, {{policy}}"),
+            Query(f"sum({_HELD_BYTES})", "paged"),
+            Query(f"sum by (policy) ({select('pagedkv_contiguous_bytes')})", "contiguous, {{policy}}"),
         ),
     ),
     Panel(
@@ -114,8 +130,8 @@ OVERVIEW: tuple[Panel, ...] = (
         "Tokens computed by phase, and generated.",
         "short",
         (
-            Query(f"sum by (phase) (rate(pagedkv_computed_tokens_total[{_RATE}]))", "{{phase}}"),
-            Query(f"sum(rate(pagedkv_generation_tokens_total[{_RATE}]))", "generated"),
+            Query(f"sum by (phase) ({_rate('pagedkv_computed_tokens_total')})", "{{phase}}"),
+            Query(f"sum({_rate('pagedkv_generation_tokens_total')})", "generated"),
         ),
     ),
     metric_panel(METRICS["pagedkv_time_to_first_token_seconds"]),
@@ -149,9 +165,30 @@ def build(title: str, panels: tuple[Panel, ...]) -> Dashboard:
         .timezone("browser")
         .readonly()
     )
+    for variable in _variables():
+        builder = builder.with_variable(variable)
     for panel in panels:
         builder = builder.with_panel(_build_panel(panel))
     return builder.build()
+
+
+def _variables() -> tuple[dashboard.DatasourceVariable | dashboard.QueryVariable, ...]:
+    """Return what a viewer chooses: the data source, then jobs and instances, all of them to begin with."""
+    source = dashboard.DatasourceVariable("datasource").label("Data source").type("prometheus")
+    job = f"label_values({_EVERY_SERVICE}, job)"
+    instance = f'label_values({_EVERY_SERVICE}{{job=~"$job"}}, instance)'
+    return (
+        source.current(VariableOption(selected=True, text="pagedkv", value=DATASOURCE_UID)),
+        _label_variable("job", "Job", job),
+        _label_variable("instance", "Instance", instance),
+    )
+
+
+def _label_variable(name: str, label: str, query: str) -> dashboard.QueryVariable:
+    everything = VariableOption(selected=True, text="All", value="$__all")
+    variable = dashboard.QueryVariable(name).label(label).query(query).datasource(_CHOSEN)
+    variable = variable.refresh(VariableRefresh.ON_TIME_RANGE_CHANGED)  # an instance that came later is found
+    return variable.multi(True).include_all(True).all_value(".+").current(everything)
 
 
 def _build_panel(panel: Panel) -> stat.Panel | timeseries.Panel:
@@ -162,7 +199,7 @@ def _build_panel(panel: Panel) -> stat.Panel | timeseries.Panel:
         made = timeseries.Panel().span(12).height(8).line_width(2).fill_opacity(8).show_points("never")  # type: ignore[arg-type]
         if panel.kind == "stack":
             made = made.stacking(common.StackingConfig().mode(StackingMode.NORMAL)).fill_opacity(60)
-    made = made.title(panel.title).description(panel.description).unit(panel.unit).datasource(DATASOURCE)
+    made = made.title(panel.title).description(panel.description).unit(panel.unit).datasource(_CHOSEN)
     for index, query in enumerate(panel.queries):
         target = prometheus.Dataquery().expr(query.expression).legend_format(query.legend)
         made = made.with_target(target.ref_id(chr(ord("A") + index)))

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 
-from monitoring.dashboards import DATASOURCE, build, panels_by_dashboard, slug
+from monitoring.dashboards import DATASOURCE_UID, build, panels_by_dashboard, slug
 from monitoring.rules import to_rule_files
 
 ROOT = Path(__file__).parent
@@ -43,7 +43,7 @@ def prometheus_config(target: str = "pagedkv:9400", interval: str = "5s") -> dic
 def _datasources() -> dict[str, Any]:
     source = {
         "name": "pagedkv",
-        "uid": DATASOURCE.uid,
+        "uid": DATASOURCE_UID,
         "type": "prometheus",
         "access": "proxy",
         "url": "http://prometheus:9090",

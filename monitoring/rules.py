@@ -37,8 +37,8 @@ class Alert:
 
     @property
     def expression(self) -> str:
-        """The whole rule."""
-        return " and ".join(str(condition) for condition in self.conditions)
+        """The whole rule, for each instance by itself, whatever other labels a scrape adds."""
+        return f" and on ({BY}) ".join(str(condition) for condition in self.conditions)
 
     def to_rule(self) -> dict[str, Any]:
         """Return the rule as Prometheus reads it."""

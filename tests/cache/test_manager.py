@@ -302,3 +302,15 @@ def test_block_table_is_a_copy():
     held = memoryview(cache.block_table("a"))  # a live table could not grow while this exists
     write(cache, "a", 40)
     assert list(held) == [0]
+
+
+def test_a_block_that_an_open_reservation_will_copy_is_not_written_in_place():
+    cache = make_cache(num_blocks=8, block_size=4)
+    run_prompt(cache, "a", [1, 2, 3])
+    cache.fork("a", "b")
+    held = cache.reserve("b", 1)
+    cache.truncate("a", 1)
+    rewritten = cache.reserve("a", 1)
+    assert held.copies[0][0] == rewritten.copies[0][0]
+    cache.commit_batch([held, rewritten])
+    assert_sound(cache)

@@ -216,6 +216,16 @@ class CacheMachine(RuleBasedStateMachine):
         result = self.cache.flush_prefix_cache()
         assert (result.num_dropped, result.num_kept) == self.model.flush()
 
+    @precondition(lambda self: self.model.sequences)
+    @rule(data=st.data())
+    def forget(self, data):
+        """What a sequence holds from some block on proved bad."""
+        sequence = self.model.sequences[name := data.draw(st.sampled_from(sorted(self.model.sequences)))]
+        if sequence.host is None:
+            at = data.draw(st.integers(0, len(sequence.table)))
+            self.cache.forget(self.cache.block_table(name)[at:])
+            self.model.forget(sequence.table[at:])
+
     @invariant()
     def check(self):
         assert self.audit_of_copy(), "the copy has changed with the cache"

@@ -259,3 +259,41 @@ def test_extras_of_another_type_are_refused(extras):
     with pytest.raises(InvalidArgument) as error:
         PrefixExtras(**extras)
     assert error.value.field == next(iter(extras))
+
+
+def test_forgotten_blocks_take_what_continues_them_along_and_nothing_else():
+    cache = make_cache(num_blocks=16, block_size=4)
+    run_prompt(cache, "head", PROMPT[:5])
+    run_prompt(cache, "long", PROMPT[:17])
+    run_prompt(cache, "other", [999, *PROMPT[:16]])
+    cache.free_batch(["long", "other"])
+    cache.forget([table(cache, "head")[0]])
+    assert cache.probe_prefix(PROMPT[:17]) == 0
+    assert cache.probe_prefix([999, *PROMPT[:16]]) == 16
+    assert (cache.usage().cached, cache.usage().private) == (4, 2)
+    assert_sound(cache)
+    cache.free("head")
+    run_prompt(cache, "again", PROMPT[:17])
+    assert cache.probe_prefix(PROMPT[:17]) == 16
+    assert_sound(cache)
+
+
+def test_a_sequence_that_holds_a_forgotten_block_publishes_nothing_more():
+    cache = make_cache(num_blocks=16, block_size=4)
+    run_prompt(cache, "a", PROMPT[:9])
+    cache.forget(cache.block_table("a"))
+    write(cache, "a", 8, PROMPT[9:17])
+    assert cache.probe_prefix(PROMPT[:17]) == 0
+    assert_sound(cache)
+
+
+def test_distrusted_blocks_end_every_sequence_before_them():
+    cache = make_cache(num_blocks=16, block_size=4)
+    run_prompt(cache, "writer", PROMPT[:6])
+    cache.fork("writer", "early")
+    write(cache, "writer", 5, PROMPT[6:11])
+    cache.allocate("reader", PROMPT[:11])
+    cache.distrust(table(cache, "writer")[1:], intact={"writer": 6})
+    assert {name: cache.length(name) for name in cache.sequence_ids()} == {"writer": 6, "early": 6, "reader": 4}
+    assert cache.probe_prefix(PROMPT[:11]) == 4
+    assert_sound(cache)

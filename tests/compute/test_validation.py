@@ -93,15 +93,6 @@ def test_attend_refuses_bad_options(backend, field, params) -> None:
     assert caught.value.field == field
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float16])
-def test_kn31_nan_query_is_refused(backend, dtype) -> None:
-    case = make_case(backend.layout, [20], [1], np.random.default_rng(0))
-    queries = case.queries.astype(dtype)
-    queries[0, 3, 5] = np.nan
-    with pytest.raises(InvalidArgument, match="queries"):
-        backend.attend(0, queries, case.batch, AttentionParams())
-
-
 @pytest.mark.parametrize("copies", [[(0, 8)], [(-1, 0)], [(0, 1), (8, 2)]])
 def test_copy_blocks_refuses_ids_outside_the_pool(backend, copies) -> None:
     with pytest.raises(InvalidArgument, match="copies"):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from compute_dense.weights import KINDS, make_weight
+from compute_dense.weights import CONVERTED, KINDS, make_weight
+from pagedkv.compute import dequantize
 from pagedkv.compute.backend import WeightData
-from pagedkv.errors import InvalidModelFile, UnsupportedModel
+from pagedkv.errors import InvalidArgument, InvalidModelFile, UnsupportedModel
 
 ROW_COUNTS = (1, 2, 3, 7, 8, 9, 16, 33, 130)
 
@@ -130,15 +131,37 @@ def test_load_weight_vector_of_any_plain_kind_holds_its_values(make_ops, kind):
     np.testing.assert_array_equal(loaded.data, values[0])
 
 
-def test_load_weight_unknown_kind_is_refused_with_the_known_ones(make_ops):
-    with pytest.raises(UnsupportedModel, match=r"Q3_K is not supported.*F32.*Q6_K"):
-        make_ops().load_weight(WeightData("Q3_K", (4, 256), np.zeros(440, np.uint8)))
+def test_load_weight_unknown_kind_is_refused_by_name(make_ops):
+    with pytest.raises(UnsupportedModel, match=r"Q8_K are not supported"):
+        make_ops().load_weight(WeightData("Q8_K", (4, 256), np.zeros(4 * 292, np.uint8)))
+
+
+@pytest.mark.parametrize("kind", CONVERTED)
+def test_nc19_kind_without_a_kernel_is_converted_and_equals_float64_product(make_ops, isa, kind):
+    ops = make_ops(isa)
+    weight, values = make_weight(kind, 5, 512)
+    loaded = ops.load_weight(weight)
+    exact = {"Q5_0": "Q8_0", "IQ4_NL": "Q8_0", "Q3_K": "Q6_K"}
+    assert loaded.kind.name == ops.stored_kind(kind) == exact.get(kind, "F32")
+    x = make_rows(3, 512)
+    assert_product(ops.linear(x, loaded), x, values)
+    rows = ops.embedding(loaded, np.arange(5, dtype=np.int32))
+    np.testing.assert_array_equal(rows, values.astype(np.float32))
+
+
+def test_nc19_conversion_of_many_rows_goes_some_rows_at_a_time(make_ops, monkeypatch):
+    monkeypatch.setattr(dequantize, "_CHUNK_WEIGHTS", 3 * 256)
+    for kind in ("Q3_K", "IQ4_NL"):
+        weight, values = make_weight(kind, 10, 256)
+        rows = make_ops().embedding(make_ops().load_weight(weight), np.arange(10, dtype=np.int32))
+        np.testing.assert_array_equal(rows, values.astype(np.float32))
 
 
 @pytest.mark.parametrize("shape", [(4, 64), (3, 32), (4, 33)])
 def test_load_weight_wrong_size_is_refused_with_the_sizes(make_ops, shape):
-    with pytest.raises(InvalidModelFile, match=r"has 80 bytes, \d+ are needed"):
-        make_ops().load_weight(WeightData("Q4_1", shape, np.zeros(80, np.uint8)))
+    for kind in ("Q4_1", "Q5_1"):
+        with pytest.raises(InvalidModelFile, match=r"has 80 bytes, \d+ are needed|no multiple of"):
+            make_ops().load_weight(WeightData(kind, shape, np.zeros(80, np.uint8)))
 
 
 def test_linear_many_of_mixed_kinds_equals_each_alone_bit_by_bit(make_ops, isa):
@@ -150,3 +173,22 @@ def test_linear_many_of_mixed_kinds_equals_each_alone_bit_by_bit(make_ops, isa):
         together = ops.linear_many(x, weights, [None, bias, None])
         for result, weight, added in zip(together, weights, (None, bias, None), strict=True):
             np.testing.assert_array_equal(result, ops.linear(x, weight, added))
+
+
+@pytest.mark.parametrize("activations", ["float32", "int16", "int8"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rl01_a_row_that_is_not_finite_stays_so_and_changes_no_other(make_ops, kind, activations):
+    try:
+        ops = make_ops(activations=activations)
+    except InvalidArgument as error:
+        pytest.skip(error.message)
+    loaded = ops.load_weight(make_weight(kind, 48, 512)[0])
+    for num_rows in (2, 9, 40):
+        x = make_rows(num_rows, 512)
+        expected = ops.linear(x, loaded)
+        for value in (np.nan, np.inf, -np.inf):
+            spoilt = x.copy()
+            spoilt[1, 77] = value
+            result = ops.linear(spoilt, loaded)
+            np.testing.assert_array_equal(np.delete(result, 1, 0), np.delete(expected, 1, 0))
+            assert not np.isfinite(result[1]).any()

@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from compute_dense.weights import make_weight
 from helpers.attention_cases import make_layout
 from helpers.cuda import make_virtual_backend
 from helpers.numpy_dense import NumpyBackend
@@ -163,6 +164,18 @@ def test_linear_of_a_quantised_matrix_equals_the_product_with_its_dequantised_va
     np.testing.assert_allclose(
         run(backend, lambda a: backend.linear(a, backend.load_weight(data)), x), exact, atol=2e-5
     )
+
+
+@pytest.mark.parametrize("kind", ["Q5_0", "Q5_1", "Q5_K", "Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS"])
+@pytest.mark.parametrize(("dtype", "stored"), [(DType.FLOAT16, "F16"), (DType.FLOAT32, "F32")])
+def test_nc19_quantised_matrix_becomes_the_weights_type_as_its_dequantiser_says(kind, dtype, stored):
+    backend, driver = make_virtual_backend(make_layout(num_blocks=1), weight_dtype=dtype)
+    weight, values = make_weight(kind, 7, 256)
+    loaded = run(backend, lambda: backend.load_weight(weight))
+    assert backend.stored_kind(kind) == stored
+    np.testing.assert_array_equal(loaded, values.astype(np.float32).astype(loaded.dtype))
+    backend.close()
+    driver.assert_clean()
 
 
 def test_an_unknown_weight_kind_is_refused_by_name(backend):

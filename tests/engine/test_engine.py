@@ -18,8 +18,16 @@ from helpers.scripted_engine import (
     scripted_engine,
     submit,
 )
+from helpers.waiting import PATIENCE, until
 from pagedkv.engine import FinishReason
-from pagedkv.errors import DeviceError, Draining, InvalidArgument, QuotaExceeded, SequenceTooLong
+from pagedkv.errors import (
+    DeviceLost,
+    Draining,
+    InvalidArgument,
+    NumericalError,
+    QuotaExceeded,
+    SequenceTooLong,
+)
 
 
 async def generate_alone(prompt, **sampling):
@@ -292,7 +300,7 @@ async def test_gn18_a_row_of_bad_logits_ends_its_own_request_only(bad):
     async with scripted_engine(decoder=ScriptedDecoder(script)) as (engine, _, _):
         good, broken = submit(engine, (97,) * 5), submit(engine, (98,) * 5)
         assert (await collect(good)).token_ids == [97] * 8
-        with pytest.raises(DeviceError):
+        with pytest.raises(NumericalError):
             await collect(broken)
 
 
@@ -305,17 +313,17 @@ async def test_cancel_in_the_queue_never_runs():
         assert not any(1 in step.token_ids for step in decoder.steps)
 
 
-async def test_a_device_failure_fails_every_request_and_refuses_new_ones():
+async def test_a_lost_device_ends_every_request_and_refuses_new_ones():
     def explode(step):
-        raise DeviceError("the device is gone")
+        raise DeviceLost("the device is gone")
 
     async with scripted_engine(decoder=ScriptedDecoder(before_step=explode)) as (engine, _, _):
         streams = [submit(engine, make_prompt(5, seed)) for seed in range(3)]
         for stream in streams:
-            with pytest.raises(DeviceError):
+            with pytest.raises(DeviceLost):
                 await collect(stream)
         assert not engine.is_healthy
-        with pytest.raises(DeviceError):
+        with pytest.raises(DeviceLost):
             submit(engine, make_prompt(5))
 
 
@@ -354,7 +362,6 @@ async def test_requests_wait_while_another_holder_has_the_pool_and_run_when_it_l
         cache.allocate("holder")
         cache.commit(cache.reserve("holder", 8 * 16))
         waiting = asyncio.create_task(collect(submit(engine, make_prompt(20))))
-        await asyncio.sleep(0.05)
-        assert engine.stats.num_waiting == 1
+        await until(lambda: engine.stats.num_waiting == 1, "request that waits")
         cache.free("holder")
-        assert len((await asyncio.wait_for(waiting, 5)).token_ids) == 8
+        assert len((await asyncio.wait_for(waiting, PATIENCE)).token_ids) == 8

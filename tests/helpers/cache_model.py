@@ -54,6 +54,7 @@ class ModelSequence:
     open: Open | None = None
     host: list[ModelHost] | None = None  # while swapped out
     num_published: int = 0  # at the time of the swap
+    hashable: bool = True  # False once it held a block that was forgotten
 
     @property
     def length(self):
@@ -108,8 +109,7 @@ class CacheModel:
         end = done.start + done.num_tokens
         for layer in range(self.num_layers) if done.layer is None else [done.layer]:
             sequence.lengths[layer] = end
-        for index in range(min(sequence.length, len(sequence.known)) // self.block_size):
-            self._publish(name, sequence, index)
+        self._publish_all(name, sequence)
 
     def cancel(self, name):
         sequence = self.sequences[name]
@@ -135,6 +135,7 @@ class CacheModel:
         self.sequences[child] = ModelSequence(
             sequence.salt, sequence.known[: sequence.length], list(sequence.lengths), list(sequence.table)
         )
+        self.sequences[child].hashable = sequence.hashable
 
     def truncate(self, name, num_tokens):
         sequence = self._resident(name)
@@ -168,6 +169,28 @@ class CacheModel:
             block.prefix = block.twin = None
         self.cached = []
         return num_dropped, sum(block.prefix is not None for block in self.live_blocks())
+
+    def forget(self, blocks):
+        """Forget blocks and all whose prefix continues theirs; their holders publish nothing more."""
+        bad = [block.prefix for block in blocks if block.prefix is not None]
+        lost = [
+            block
+            for block in self._findable()
+            if block in blocks or (block.prefix and any(self._continues(block.prefix, prefix) for prefix in bad))
+        ]
+        twins = [block.twin for block in lost if block.twin]
+        for block in lost:
+            block.prefix = None
+            if block in self.cached:
+                self.cached.remove(block)
+                block.twin = None
+        for sequence in self.sequences.values():
+            if any(block in lost for block in sequence.table) or any(host in twins for host in sequence.host or ()):
+                sequence.hashable = False
+
+    @staticmethod
+    def _continues(prefix, other):
+        return prefix[0] == other[0] and prefix[1][: len(other[1])] == other[1]
 
     def swap_out(self, names):
         """Return how many blocks are copied and how many had a copy."""
@@ -216,8 +239,7 @@ class CacheModel:
                 block.holders.add(name)
         for name, sequence in sequences.items():
             self._drop_host(name, sequence)
-            for index in range(min(sequence.length, len(sequence.known)) // self.block_size):
-                self._publish(name, sequence, index)
+            self._publish_all(name, sequence)
         return len(fresh), len(together) - len(fresh)
 
     # figures, all recounted
@@ -305,7 +327,7 @@ class CacheModel:
             count += max(0, -(-(written + room) // self.block_size) - len(found))
             if sequence.length % self.block_size:
                 tail = found[sequence.length // self.block_size]
-                if len(holders[id(tail)]) > 1 or getattr(tail, "prefix", None):
+                if len(holders[id(tail)]) > 1 or getattr(tail, "prefix", None) or getattr(tail, "num_holds", 0):
                     count += 1
                     holders[id(tail)].discard(name)
         return count
@@ -357,7 +379,7 @@ class CacheModel:
         if start % self.block_size:
             block = sequence.table[start // self.block_size]
             others = len(block.holders) - leaving.get(id(block), 0) - 1
-            copies = block.prefix is not None or others > 0
+            copies = block.prefix is not None or block.num_holds > 0 or others > 0
             leaving[id(block)] = leaving.get(id(block), 0) + copies
         return start, num_fresh, copies
 
@@ -377,6 +399,10 @@ class CacheModel:
         if ids is not None and start <= num_known:
             sequence.known += ids[num_known - start :]
         sequence.open = Open(layer, start, num_tokens, num_fresh, num_known, copy)
+
+    def _publish_all(self, name, sequence):
+        for index in range(min(sequence.length, len(sequence.known)) // self.block_size if sequence.hashable else 0):
+            self._publish(name, sequence, index)
 
     def _publish(self, name, sequence, index):
         block = sequence.table[index]

@@ -66,6 +66,9 @@ class NumpyBackend:
     def close(self) -> None:
         pass
 
+    def stored_kind(self, kind: str) -> str:
+        return kind if kind in _PLAIN else "F32"
+
     def load_weight(self, weight: WeightData) -> np.ndarray:
         self.num_weights_loaded += 1
         if weight.kind in _PLAIN:

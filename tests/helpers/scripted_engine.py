@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from pagedkv.cache import CacheManager
+from pagedkv.compute.health import DeviceHealth
 from pagedkv.config import CacheConfig, EngineConfig
 from pagedkv.engine import Engine, GenerationRequest, GenerationStream, SamplingParams
 
@@ -27,6 +28,7 @@ class InlineBackend:
     name = "cpu"
 
     def __init__(self, num_blocks: int, block_size: int, num_host_blocks: int) -> None:
+        self.health = DeviceHealth()
         self.layout = SimpleNamespace(block_bytes=8 * block_size)
         self.pool = np.full((num_blocks, block_size), -1, np.int64)
         self.host_pool = np.full((num_host_blocks, block_size), -1, np.int64)
@@ -45,6 +47,7 @@ class InlineBackend:
             future.set_result(job())
         except Exception as error:
             future.set_exception(error)
+        self.health.note_job(future.exception())  # type: ignore[arg-type]
         return future
 
     def to_host(self, tensor: Any) -> Any:

@@ -60,6 +60,8 @@ def test_foreign_architecture_is_refused_by_name_before_any_weight_exists(tmp_pa
         ({"eos_token_id": "two"}, "eos_token_id"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings"),
         ({"rope_scaling": [1]}, "rope_scaling"),
+        ({"rope_scaling": 0}, "rope_scaling must be an object, got 0"),
+        ({"rope_parameters": ""}, "rope_parameters must be an object"),
     ],
 )
 def test_option_that_is_not_implemented_or_not_sound_is_refused_by_name(tmp_path, overrides, needle):

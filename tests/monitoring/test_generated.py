@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from pathlib import Path
 
@@ -19,6 +20,11 @@ from tests.monitoring.conftest import need
 PROMETHEUS = Path(generate.__file__).parent / "prometheus"
 SCRAPE_LABELS = {"instance", "job"}
 SERIES = {name: metric for metric in METRICS.values() for name in metric.series_names}
+
+
+DASHBOARDS = [json.loads(text) for name, text in generate.generate().items() if name.startswith("grafana/dashboards/")]
+QUERIES = [(panel, query) for panels in panels_by_dashboard().values() for panel in panels for query in panel.queries]
+REGEX = str(promql_parser.parse('a{b=~"c"}').matchers.matchers[0].op)
 
 
 def parse(expression):
@@ -104,10 +110,47 @@ def test_unknown_metric_label_or_value_is_found(expression, wrong):
 
 
 def test_legends_use_labels_that_their_query_keeps():
-    for panels in panels_by_dashboard().values():
-        for panel in panels:
-            for query in panel.queries:
-                assert legend_labels(query) <= SCRAPE_LABELS | kept_labels(query), panel.title
+    for panel, query in QUERIES:
+        assert legend_labels(query) <= kept_labels(query), panel.title
+
+
+def test_lines_of_each_instance_say_which_it_is():
+    for panel, query in QUERIES:
+        assert ("instance" in kept_labels(query)) == ("instance" in legend_labels(query)), panel.title
+
+
+def test_every_query_is_of_the_jobs_and_instances_that_are_chosen():
+    for panel, query in QUERIES:
+        for selector in selectors(query.expression):
+            chosen = {matcher.name: matcher.value for matcher in selector.matchers.matchers if str(matcher.op) == REGEX}
+            assert chosen == {"job": "$job", "instance": "$instance"}, panel.title
+
+
+def test_every_dashboard_lets_one_choose_data_source_job_and_instance():
+    for dashboard in DASHBOARDS:
+        variables = {variable["name"]: variable for variable in dashboard["templating"]["list"]}
+        assert list(variables) == ["datasource", "job", "instance"]
+        assert variables["datasource"]["type"] == "datasource"
+        for name in ("job", "instance"):
+            assert variables[name]["current"]["value"] == "$__all"
+            assert variables[name]["multi"]
+            assert [selector.name for selector in selectors(label_values(variables[name], name))] == [
+                "pagedkv_pool_blocks"
+            ]
+
+
+def test_everything_on_a_dashboard_is_read_from_the_data_source_that_is_chosen():
+    for dashboard in DASHBOARDS:
+        variables = [variable for variable in dashboard["templating"]["list"] if variable["type"] == "query"]
+        assert {each["datasource"]["uid"] for each in (*dashboard["panels"], *variables)} == {"${datasource}"}
+        assert not [target for panel in dashboard["panels"] for target in panel["targets"] if "datasource" in target]
+
+
+def label_values(variable, label):
+    """Return the selector of a variable's query, which is Grafana's function and not Prometheus'."""
+    found = re.fullmatch(r"label_values\((.+), (\w+)\)", variable["query"])
+    assert found[2] == label
+    return found[1]
 
 
 def legend_labels(query: Query):
@@ -115,12 +158,13 @@ def legend_labels(query: Query):
 
 
 def kept_labels(query: Query):
-    return {
-        label
-        for selector in selectors(query.expression)
-        if selector.name in SERIES
-        for label in SERIES[selector.name].label_names
-    }
+    if query.expression.startswith("histogram_quantile"):
+        return set(re.search(r"sum by \(([^)]*)\)", query.expression)[1].split(", ")) - {"le"}
+    if summed := re.match(r"sum(?: by \(([^)]*)\))? ?\(", query.expression):
+        return set((summed[1] or "").split(", ")) - {""}
+    names = [selector.name for selector in selectors(query.expression)]
+    own = {label for name in names if name in SERIES for label in SERIES[name].label_names}
+    return {"instance", *own}
 
 
 def test_every_metric_has_a_panel():

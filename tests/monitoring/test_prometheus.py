@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import socket
 import subprocess
@@ -22,13 +23,21 @@ from tests.metrics.support import fetch, of, parse, value
 from tests.monitoring.conftest import MixedLoad, need
 from tests.monitoring.test_generated import PROMETHEUS
 
+
+def as_grafana_asks(expression, *, instance=".+"):
+    """Return an expression with the variables of Grafana's and of the dashboard's replaced."""
+    values = {"$__rate_interval": "1m", "$job": ".+", "$instance": instance}
+    return re.sub(r"\$\w+", lambda found: values[found[0]], expression)
+
+
+PANELS = {
+    f"{title}: {panel.title}: {query.legend}": query.expression
+    for title, panels in panels_by_dashboard().items()
+    for panel in panels
+    for query in panel.queries
+}
 EXPRESSIONS = {
-    **{
-        f"{title}: {panel.title}: {query.legend}": query.expression.replace("$__rate_interval", "1m")
-        for title, panels in panels_by_dashboard().items()
-        for panel in panels
-        for query in panel.queries
-    },
+    **{name: as_grafana_asks(expression) for name, expression in PANELS.items()},
     **{f"record {name}": name for name in RECORDING},
     **{f"{alert.name}: {condition.left}": condition.left for alert in ALERTS for condition in alert.conditions},
 }
@@ -102,6 +111,20 @@ def prometheus(service, tmp_path_factory):
 @pytest.mark.parametrize("expression", EXPRESSIONS.values(), ids=EXPRESSIONS.keys())
 def test_expression_returns_data_of_the_running_service(prometheus, expression):
     assert prometheus.query(expression), expression
+
+
+def test_panels_show_the_instance_that_is_chosen_and_no_other(service, prometheus):
+    chosen = service.metrics_url.removeprefix("http://").rstrip("/")
+    for name, expression in PANELS.items():
+        assert prometheus.query(as_grafana_asks(expression, instance=chosen)), name
+        assert prometheus.query(as_grafana_asks(expression, instance="elsewhere:1")) == [], name
+
+
+def test_variables_find_the_service(service, prometheus):
+    selector = 'pagedkv_pool_blocks{job=~".+"}'
+    (series,) = prometheus.get("series", **{"match[]": selector})
+    assert series["job"] == "pagedkv"
+    assert series["instance"] in service.metrics_url
 
 
 def test_states_sum_to_the_pool_at_every_scrape_under_load(prometheus):

@@ -12,10 +12,9 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from helpers.server import SHAPE
-from helpers.wire import make_queries, make_rows
+from helpers.wire import make_attend_message, make_queries, make_rows
 from pagedkv import errors
 from pagedkv.client import Client
-from pagedkv.client.asynchronous import make_attend_request
 from pagedkv.client.failure import to_exception
 from pagedkv.client.tensors import to_tensor
 from pagedkv.v1 import kv_cache_pb2, kv_cache_pb2_grpc, tensor_pb2
@@ -48,7 +47,7 @@ def stub(served: Any) -> Iterator[Any]:
 
 def attend(names: list[str] | None = None, queries: Any = None, *, layer: int = 0, **options: Any) -> Any:
     names = ["live"] if names is None else names
-    return make_attend_request(names, make_queries(len(names)) if queries is None else queries, layer=layer, **options)
+    return make_attend_message(names, make_queries(len(names)) if queries is None else queries, layer=layer, **options)
 
 
 def writing(names: list[str], query_lens: list[int], **options: Any) -> Any:

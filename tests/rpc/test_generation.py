@@ -95,7 +95,7 @@ async def test_model_calls_answer():
 
 BAD_OPTIONS = {
     "GN-17 token id V": ("prompt_token_ids[1]", {"token_ids": [1, VOCAB_SIZE]}),
-    "GN-17 token id -1": ("prompt_token_ids[0]", {"token_ids": [-1]}),
+    "GN-17 token id -1": ("token_ids[0]", {"token_ids": [-1]}),
     "GN-17 token id 2^31": ("token_ids[0]", {"token_ids": [2**31]}),
     "GN-17 token id 2^62": ("token_ids[0]", {"token_ids": [2**62]}),
     "GN-17 no token ids": ("prompt", {"token_ids": []}),

@@ -14,7 +14,7 @@ from helpers.server import serving
 from helpers.waiting import PATIENCE, until
 from helpers.wire import make_queries, make_rows
 from pagedkv.client import AsyncClient
-from pagedkv.client.asynchronous import make_attend_request
+from pagedkv.client.requests import make_attend_request
 from pagedkv.errors import InvalidArgument, QuotaExceeded
 from pagedkv.rpc.server import ServerConfig
 from pagedkv.v1 import kv_cache_pb2_grpc

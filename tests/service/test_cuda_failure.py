@@ -77,10 +77,11 @@ async def assert_answers_nothing(running):
     for name, call in CALLS.items():
         with pytest.raises(DeviceError) as caught:
             await asyncio.wait_for(call(running.client), PATIENCE)
-        assert caught.value.reason == "DEVICE_ERROR", name
+        assert caught.value.reason == "DEVICE_LOST", name
     assert running.driver.launch_number == launches
     assert await health(running.service.address) == {NOT_SERVING}
-    assert (await asyncio.to_thread(get, f"{running.service.metrics_url}/ready"))[0] == 503
+    for path in ("health", "ready"):
+        assert (await asyncio.to_thread(get, f"{running.service.metrics_url}/{path}"))[0] == 503
     metrics = (await asyncio.to_thread(get, f"{running.service.metrics_url}/metrics"))[1]
     assert "pagedkv_device_healthy 0.0" in metrics
     assert (await running.client.audit()).ok

@@ -37,6 +37,14 @@ def test_wheel_holds_the_package_and_the_kernels_and_nothing_of_the_tests(wheel)
     assert not [name for name in names if re.search(r"(^|/)(tests?|virtual_gpu|helpers|conftest)(/|\.)", name)]
 
 
+def test_protos_of_the_wheel_are_those_of_the_checkout_and_compile_where_they_lie(wheel, tmp_path):
+    protos = {path.relative_to(ROOT / "protos"): path.read_text() for path in (ROOT / "protos").rglob("*.proto")}
+    there = wheel / "pagedkv" / "protos"
+    assert {path.relative_to(there): path.read_text() for path in there.rglob("*.proto")} == protos
+    compiler = [sys.executable, "-m", "grpc_tools.protoc", f"-I{there}", f"--descriptor_set_out={tmp_path}/all"]
+    subprocess.run([*compiler, *map(str, protos)], cwd=tmp_path, check=True, timeout=100)
+
+
 def test_wheel_imports_nothing_of_the_tests(wheel):
     pattern = re.compile(
         r"^\s*(?:from|import)\s+(tests|helpers|virtual_gpu|conftest|pytest|hypothesis)\b", re.MULTILINE

@@ -10,7 +10,7 @@ evicted first, and a cached block's parent is always still there.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -212,8 +212,9 @@ class BlockPool:
             self.stats.released_blocks -= 1  # its last table counted it
 
     def is_writable(self, block: int) -> bool:
-        """Whether one table holds the block and nothing promises its content: neither a hash nor a twin."""
-        return self.states[block] == _PRIVATE and block not in self.published and block not in self.host.host_of
+        """Whether one table holds the block and nothing promises its content: no hash, no twin, no copy to come."""
+        is_promised = block in self.published or block in self.host.host_of or block in self.holds
+        return self.states[block] == _PRIVATE and not is_promised
 
     def find(
         self, digest: bytes, tokens: bytes, content: bytes, parent: PublishedBlock | bytes
@@ -263,11 +264,28 @@ class BlockPool:
 
     def flush(self) -> FlushResult:
         """Forget every cached block that no table holds."""
-        dropped = list(self.cached)
-        for block in reversed(dropped):
+        num_dropped = len(self.cached)
+        self._forget(list(self.cached))
+        return FlushResult(num_dropped, len(self.published))
+
+    def forget_with_descendants(self, blocks: Container[int]) -> set[int]:
+        """Make these blocks unfindable, and all that are chained to one; return those that were findable.
+
+        O(published blocks), for failures. `published` keeps the order of publishing: a parent before its children.
+        """
+        lost: dict[int, None] = {}
+        for block, entry in self.published.items():
+            if block in blocks or (isinstance(entry.parent, PublishedBlock) and entry.parent.block_id in lost):
+                lost[block] = None
+        self._forget(lost)
+        return set(lost)
+
+    def _forget(self, blocks: Iterable[int]) -> None:
+        """Unpublish blocks, given parents first; those that nobody holds are free then."""
+        for block in reversed(list(blocks)):
             self.unpublish(block)
-            self.host.part(block)
-            self.states[block] = _FREE
-            self.free.append(block)
-        self.cached.clear()
-        return FlushResult(len(dropped), len(self.published))
+            if self.states[block] == _CACHED:
+                del self.cached[block]
+                self.host.part(block)
+                self.states[block] = _FREE
+                self.free.append(block)

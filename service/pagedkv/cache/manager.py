@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 
 from pagedkv.cache.accounting import Accounting, account, count_usage
@@ -297,6 +297,33 @@ class CacheManager:
     def flush_prefix_cache(self) -> FlushResult:
         """Forget all cached blocks; those that live sequences hold are kept, stay findable, and are counted."""
         return self.pool.flush()
+
+    def forget(self, block_ids: SequenceOf[int]) -> None:
+        """Make these blocks, and all that continue them, unfindable for good: their K and V proved bad.
+
+        Sequences that hold one keep it, and publish nothing more. O(published blocks), as `distrust`: for failures.
+        """
+        bad = frozenset(block_ids)
+        lost = self.pool.forget_with_descendants(bad) | bad
+        copies = {self.host.host_of[block] for block in lost if block in self.host.host_of}
+        for sequence in self._sequences:
+            held = sequence.table if sequence.host_table is None else sequence.host_table
+            if not (lost if sequence.host_table is None else copies).isdisjoint(held):
+                sequence.is_hashable = False
+
+    def distrust(self, block_ids: SequenceOf[int], intact: Mapping[str, int] | None = None) -> None:
+        """Take back that these blocks were written, after work that failed on the device behind its commit.
+
+        Nobody finds them any more, and every sequence that holds one ends before it: after the tokens that `intact`
+        names for it, else at the block's first. Those with an open reservation are left alone: their work comes later.
+        """
+        doubtful = frozenset(block_ids)
+        for sequence in list(self._sequences):
+            index = next((at for at, block in enumerate(sequence.table) if block in doubtful), None)
+            if index is not None and sequence.open is None:
+                num_tokens = max(index * self._block_size, (intact or {}).get(sequence.sequence_id, 0))
+                self.truncate(sequence.sequence_id, min(num_tokens, sequence.written))
+        self.forget(block_ids)
 
     def audit(self) -> AuditReport:
         """Recompute everything from the block tables, compare, and repair; blocks in doubt are never given out."""

@@ -70,8 +70,8 @@ class Reservations:
         return sequence, layer, start, num_tokens, new_token_ids, num_fresh if num_fresh > 0 else 0, needs_copy
 
     def _is_copied(self, block: int, unshared: dict[int, int]) -> bool:
-        """Whether the next writer of a shared or published block needs a copy, after those planned so far."""
-        if block in self._pool.published:
+        """Whether the next writer of a block that is not its own needs a copy, after those planned so far."""
+        if block in self._pool.published or block in self._pool.holds:
             return True
         ref_count = unshared.get(block, self._pool.ref_count(block))
         unshared[block] = ref_count - 1

@@ -119,9 +119,9 @@ class Swapper:
                     tails[places[sequence.length // self._block_size]] += 1
         for place, num_writers in tails.items():
             device = place[0]
-            is_published = device in pool.published
+            is_kept = device in pool.published or device in pool.holds
             others = refs[place] - num_writers + (0 if device == _MISSING else pool.ref_count(device))
-            num_next += num_writers if is_published or others else num_writers - 1
+            num_next += num_writers if is_kept or others else num_writers - 1
         cached = sum(pool.states[block] == BlockState.CACHED for block in kept)
         return SwapNeed(len(fresh), cached, num_next)
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from rich.markup import escape
+
 from pagedkv.cache import CacheManager
 from pagedkv.cli.backends import OnProgress, Say, is_asked_too_much, open_backend, open_cpu, reason_for_cpu
 from pagedkv.cli.front import Front, open_front
@@ -150,7 +152,9 @@ def _open(
     """Open a backend and get it ready, with the model if there is one; if it fails, nothing stays open."""
     backend = opener(options, shape, on_compile, say)
     try:
-        model = None if path is None else load_model(path, backend)
+        model = (
+            None if path is None else load_model(path, backend, lambda line: say(f"[bold]weights[/]  {escape(line)}"))
+        )
         backend.warm_up()
     except BaseException:
         backend.close()

@@ -1,13 +1,32 @@
-"""What the client's calls return."""
+"""What the client's calls take and return."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, TypeAlias, TypedDict
 
 import numpy as np
 import numpy.typing as npt
 
 from pagedkv.dtypes import DType
+
+Array: TypeAlias = Any  # NumPy's, PyTorch's, or anything with __dlpack__, __array__ or __array_interface__
+
+
+class AttendOptions(TypedDict, total=False):
+    """Options of an attend call; each may also be None, which is as if it were not given."""
+
+    query_lens: Sequence[int] | Array | None
+    keys: Array | None
+    values: Array | None
+    positions: Sequence[int] | Array | None
+    token_ids: Sequence[int] | Array | None
+    scale: float | None
+    window: int | None
+    soft_cap: float | None
+    alibi_slopes: Sequence[float] | Array | None
+    sinks: Sequence[float] | Array | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +120,10 @@ class Audit:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """New text of a generation; `finish_reason` ("stop", "length", "cancelled") is set on the last chunk only."""
+    """New text of a generation; `finish_reason` is set on the last chunk only.
+
+    It is "stop", "length" or "cancelled", and "other" where a newer server gives a reason that is not known here.
+    """
 
     text: str
     token_ids: tuple[int, ...]

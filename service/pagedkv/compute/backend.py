@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from pagedkv.compute.health import DeviceHealth
 from pagedkv.compute.layout import KvLayout
 from pagedkv.dtypes import DType
 
@@ -78,7 +79,7 @@ class AttentionResult:
 class WeightData:
     """A matrix as its file stores it: `data` is raw bytes (memory-mapped where the format allows).
 
-    `kind` is "F32", "F16", "BF16" or a GGML block type: "Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K". Rows are outputs:
+    `kind` is "F32", "F16", "BF16" or a GGML block type such as "Q4_0" or "Q6_K". Rows are outputs:
     y[n] = sum_k w[n, k] x[k].
     """
 
@@ -145,6 +146,9 @@ class DenseOps(Protocol):
     layers read, which nothing but `linear` and `linear_many` with these weights takes.
     """
 
+    def stored_kind(self, kind: str) -> str:
+        """Return the kind that a matrix of this kind has once loaded: another one where no kernel reads its own."""
+
     def load_weight(self, weight: WeightData) -> Tensor:
         """Make a weight usable by the operations below; keeps the file's own representation where it can."""
 
@@ -189,8 +193,15 @@ class Backend(KvOps, DenseOps, Protocol):
     name: str  # "cpu" or "cuda"
     repeats_prompts: bool  # whether `repeat` pays for steps with prompts, whose shapes are many
 
+    @property
+    def health(self) -> DeviceHealth:
+        """Who is told of every job's end, and asked before every one."""
+
     def submit(self, job: Callable[[], T]) -> Future[T]:
-        """Queue a job; see the module's docstring. The loop awaits it by `asyncio.wrap_future`."""
+        """Queue a job; see the module's docstring. The loop awaits it by `asyncio.wrap_future`.
+
+        A job that raises fails alone, with the device as it was; but DeviceLost is final and answers all that follow.
+        """
 
     def rope_write_kv(
         self,

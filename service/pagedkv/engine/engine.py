@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -22,7 +22,13 @@ from pagedkv.engine.sampler import FloatArray, sample_rows
 from pagedkv.engine.scheduler import ScheduledChunk, Scheduler
 from pagedkv.engine.state import RequestState
 from pagedkv.engine.stream import GenerationStream
-from pagedkv.errors import DeviceError, Draining, PagedKvError, QuotaExceeded, SequenceTooLong
+from pagedkv.errors import (
+    DeviceLost,
+    Draining,
+    NumericalError,
+    QuotaExceeded,
+    SequenceTooLong,
+)
 from pagedkv.model import Decoder, ModelConfig, StepInput, Tokenizer
 
 _log = logging.getLogger(__name__)
@@ -43,6 +49,10 @@ class Engine:
     """Generates text for many requests at once on the cache's page pool.
 
     Every method is called on the event loop. Requests join and leave the batch at every step.
+
+    What goes wrong is sorted. A row of logits, a sampler or a text that fails ends its own request. A step that fails
+    on the device is taken back and computed again request by request, and ends the one that fails alone. A lost
+    device, or an end of the engine's loop that nobody asked for, is final: the backend's health tells it.
     """
 
     def __init__(
@@ -73,6 +83,7 @@ class Engine:
             on_swap=self._submit_swap,
         )
         self._swaps: list[asyncio.Future[None]] = []  # queued since the last step
+        self._badly_swapped: set[int] = set()  # device blocks of swaps that failed since then
         self._outbox = Outbox(self._observer)
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
@@ -80,8 +91,7 @@ class Engine:
         self._task: asyncio.Task[None] | None = None
         self._next_id = 0
         self._draining = False
-        self._failure: DeviceError | None = None
-        self.on_failure: Callable[[DeviceError], None] = lambda error: None  # called once, when the device fails
+        self._is_stopped = False
 
     @property
     def stats(self) -> EngineStats:
@@ -92,8 +102,8 @@ class Engine:
 
     @property
     def is_healthy(self) -> bool:
-        """False from the moment the device failed."""
-        return self._failure is None
+        """False from the moment the device, or the engine itself, is lost."""
+        return self._backend.health.failure is None
 
     @property
     def max_model_len(self) -> int:
@@ -104,7 +114,9 @@ class Engine:
     async def start(self) -> None:
         """Start the loop."""
         self._loop = asyncio.get_running_loop()
+        self._backend.health.watch_on(self._loop, self._end_all)
         self._task = asyncio.create_task(self._run(), name="pagedkv-engine")
+        self._task.add_done_callback(self._note_end)
 
     async def stop(self, grace_seconds: float = 0.0) -> None:
         """Refuse new requests, let those in the engine end for up to `grace_seconds`, cancel the rest.
@@ -118,6 +130,7 @@ class Engine:
             for request in [*self._scheduler.running, *self._scheduler.waiting]:
                 request.release_text()
                 self._end(request, FinishReason.CANCELLED)
+        self._is_stopped = True
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, *self._swaps, return_exceptions=True)
@@ -127,7 +140,7 @@ class Engine:
 
         Raises InvalidArgument for an empty prompt or a token id outside the vocabulary, SequenceTooLong for a prompt
         that leaves no room for a token in the model's context, the limit configured or the whole pool, QuotaExceeded
-        when too many requests wait, Draining after `stop`, DeviceError once the device has failed.
+        when too many requests wait, Draining after `stop`, DeviceLost once the device is lost.
         """
         self._check_open()
         max_tokens = self._check_request(request)
@@ -151,19 +164,14 @@ class Engine:
         self._observer.on_queued(request_id, state.num_prompt_tokens, request.trace_context)
         return stream
 
-    def fail(self, error: DeviceError) -> None:
-        """End every request with the error and refuse later ones by it: the device is not to be trusted. Idempotent."""
-        if self._failure is not None:
-            return
-        self._failure = error
+    def _end_all(self, error: DeviceLost) -> None:
+        """End every request with the error; `_check_open` refuses later ones by it."""
         for request in [*self._scheduler.running, *self._scheduler.waiting]:
             self._end(request, FinishReason.ERROR, error)
         self._idle.set()
-        self.on_failure(error)
 
     def _check_open(self) -> None:
-        if self._failure is not None:
-            raise self._failure
+        self._backend.health.check()
         if self._draining:
             raise Draining("the server is shutting down")
         limit = self.config.max_waiting
@@ -184,14 +192,18 @@ class Engine:
         return min(request.sampling.max_tokens, limit - len(prompt))
 
     async def _run(self) -> None:
-        try:
-            while True:
-                await self._step_or_wait()
-        except asyncio.CancelledError:
-            raise
-        except Exception as error:
-            _log.exception("the engine stopped")
-            self.fail(error if isinstance(error, DeviceError) else DeviceError("the engine failed; see the log"))
+        while True:
+            await self._step_or_wait()
+
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        """Tell of the loop's end: it has none of its own, so whatever ended it before `stop` is final."""
+        if self._is_stopped:
+            return
+        error = None if task.cancelled() else task.exception()
+        lost = error if isinstance(error, DeviceLost) else DeviceLost("the engine's loop has ended; see the log")
+        if lost is not error:
+            lost.__cause__ = error
+        self._backend.health.fail(lost)
 
     async def _step_or_wait(self) -> None:
         chunks = self._scheduler.schedule()
@@ -214,15 +226,41 @@ class Engine:
         self._cache.commit_batch([chunk.reservation for chunk in chunks])
         for chunk in chunks:
             chunk.request.num_computed += chunk.reservation.num_tokens
-        logits = await self._completion(future)
-        self._outbox.deliver()  # nothing is left of the last step unless the device was that fast
         ready = [chunk.request for chunk in chunks if chunk.produces_token]
-        sampled = await sample_rows([request.sampler for request in ready], logits)
+        try:
+            logits = await self._completion(future)
+            self._outbox.deliver()  # nothing is left of the last step unless the device was that fast
+            sampled = await sample_rows([request.sampler for request in ready], logits)
+        except DeviceLost:
+            raise
+        except Exception as error:
+            self._take_back(chunks, step, error)
+            return
         now = time.perf_counter()
         for request, token_id in zip(ready, sampled, strict=True):
             if request.finish_reason is None:
                 self._accept(request, token_id, now)
         self._observer.on_step(_report(chunks, step, now - started))
+
+    def _take_back(self, chunks: Sequence[ScheduledChunk], step: StepInput, error: Exception) -> None:
+        """Undo a step that failed: nobody knows what it wrote. Of several requests each is tried again, alone."""
+        _log.warning("a step of %d requests failed: %s", len(chunks), error)
+        self._outbox.deliver()
+        doubtful = {int(slot) // self._cache.config.block_size for slot in step.slot_mapping} | self._badly_swapped
+        requests = [chunk.request for chunk in chunks if chunk.request.finish_reason is None]
+        if self._badly_swapped:
+            requests = list(self._scheduler.running)
+            for request in [request for request in self._scheduler.waiting if request.is_swapped]:
+                self._scheduler.recompute(request, "step_failed")
+        elif len(chunks) == 1:
+            for request in requests:
+                self._end(request, FinishReason.ERROR, error)
+            requests = []
+        for request in reversed(requests):  # so that they wait in their order
+            request.is_suspect = True
+            self._scheduler.recompute(request, "step_failed")
+        self._badly_swapped = set()
+        self._cache.distrust(sorted(doubtful))
 
     def _forward(self, step: StepInput) -> FloatArray:
         """Run the model inside a backend job.
@@ -238,20 +276,30 @@ class Engine:
         done = asyncio.wrap_future(future)
         if self._swaps:
             swaps, self._swaps = self._swaps, []
-            await asyncio.gather(done, *swaps)
+            try:
+                await asyncio.gather(*swaps)
+            except BaseException:
+                await asyncio.gather(done, *swaps, return_exceptions=True)
+                raise
         return await done
 
-    def _accept(self, request: RequestState, token_id: int | DeviceError, now: float) -> None:
+    def _accept(self, request: RequestState, token_id: int | Exception, now: float) -> None:
         """Take a sampled token in; readers and observers hear of it from the outbox."""
-        if isinstance(token_id, DeviceError):
-            self._end(request, FinishReason.ERROR, token_id)
+        try:
+            if isinstance(token_id, Exception):
+                raise token_id
+            request.accept(token_id)
+        except Exception as error:
+            if isinstance(error, NumericalError):  # its cached prefix may be what is bad: the next one computes anew
+                self._cache.forget(self._cache.block_table(request.request_id))
+            self._end(request, FinishReason.ERROR, error)
             return
-        request.accept(token_id)
+        request.is_suspect = False
         self._outbox.add(request, now)
         if request.finish_reason is not None:
             self._forget(request)
 
-    def _end(self, request: RequestState, reason: FinishReason, error: PagedKvError | None = None) -> None:
+    def _end(self, request: RequestState, reason: FinishReason, error: Exception | None = None) -> None:
         """End a request from outside its own text; does nothing if it has ended."""
         if request.finish_reason is not None:
             return
@@ -272,18 +320,23 @@ class Engine:
         waited = time.perf_counter() - request.queued_at
         self._observer.on_scheduled(request.request_id, waited, request.num_cached_tokens)
 
-    def _note_preempted(self, request: RequestState, mode: str, num_tokens_lost: int) -> None:
-        self._observer.on_preempted(request.request_id, mode, "out_of_blocks", num_tokens_lost)
+    def _note_preempted(self, request: RequestState, mode: str, reason: str, num_tokens_lost: int) -> None:
+        self._observer.on_preempted(request.request_id, mode, reason, num_tokens_lost)
 
     def _submit_swap(self, request: RequestState, direction: str, plan: SwapPlan) -> None:
-        """Queue a plan's copies ahead of the next step; the step after them fails if they do."""
+        """Queue a plan's copies ahead of the next step, which fails if they do."""
         if plan.pairs:
             done = submit_swap(self._backend, direction, plan.pairs)
-            num_bytes = len(plan.pairs) * self._backend.layout.block_bytes
-            self._swaps.append(asyncio.ensure_future(self._watch_swap(request.request_id, direction, num_bytes, done)))
+            self._swaps.append(asyncio.ensure_future(self._watch_swap(request.request_id, direction, plan, done)))
 
-    async def _watch_swap(self, request_id: str, direction: str, num_bytes: int, done: Future[float]) -> None:
-        self._observer.on_swap(direction, num_bytes, await asyncio.wrap_future(done), request_id)
+    async def _watch_swap(self, request_id: str, direction: str, plan: SwapPlan, done: Future[float]) -> None:
+        try:
+            seconds = await asyncio.wrap_future(done)
+        except Exception:
+            self._badly_swapped.update(device for device, _ in plan.pairs)
+            raise
+        num_bytes = len(plan.pairs) * self._backend.layout.block_bytes
+        self._observer.on_swap(direction, num_bytes, seconds, request_id)
 
 
 def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagedkv.engine.request import GREEDY_TEMPERATURE, SamplingParams
-from pagedkv.errors import DeviceError
+from pagedkv.errors import NumericalError
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -25,11 +25,11 @@ class Sampler:
     def sample(self, logits: FloatArray) -> int:
         """Return a token id for logits [vocab_size] float32.
 
-        Raises DeviceError if a logit is NaN or no logit is finite: nothing sensible can be drawn from such a row.
+        Raises NumericalError if a logit is NaN or no logit is finite: nothing sensible can be drawn from such a row.
         """
         best = int(np.argmax(logits))  # NumPy's arg max returns the first NaN if there is one
         if not np.isfinite(logits[best]):
-            raise DeviceError("the model produced logits that are not finite", logit=float(logits[best]))
+            raise NumericalError("the model's logits for this request are not finite", logit=float(logits[best]))
         if self.is_greedy:
             return best
         return self._draw(logits)
@@ -67,10 +67,10 @@ def sample_greedy(logits: FloatArray) -> list[int] | None:
     return best.tolist() if np.isfinite(logits[np.arange(len(logits)), best]).all() else None
 
 
-async def sample_rows(samplers: Sequence[Sampler], logits: FloatArray) -> Sequence[int | DeviceError]:
+async def sample_rows(samplers: Sequence[Sampler], logits: FloatArray) -> Sequence[int | Exception]:
     """Return a token id for each row of logits [num_rows, vocab_size], or the error that the row alone ends with."""
 
-    def sample() -> list[int | DeviceError]:
+    def sample() -> list[int | Exception]:
         return [_sample_row(sampler, row) for sampler, row in zip(samplers, logits, strict=True)]
 
     if all(sampler.is_greedy for sampler in samplers):
@@ -78,10 +78,10 @@ async def sample_rows(samplers: Sequence[Sampler], logits: FloatArray) -> Sequen
     return await asyncio.to_thread(sample)  # sorting a vocabulary for top-p takes milliseconds
 
 
-def _sample_row(sampler: Sampler, row: FloatArray) -> int | DeviceError:
+def _sample_row(sampler: Sampler, row: FloatArray) -> int | Exception:
     try:
         return sampler.sample(row)
-    except DeviceError as error:
+    except Exception as error:  # whatever it is, it is this row's alone
         return error
 
 

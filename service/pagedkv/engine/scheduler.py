@@ -5,6 +5,8 @@ step's token budget goes to prompts, in order of arrival. Blocks are taken on de
 request that joined last gives its blocks back. Either it is computed again later from its tokens (recompute), and most
 of its prefix is usually still cached, or its blocks wait in the host pool and come back as they are (swap). Preempted
 requests are at the head of the queue, so they are back before any new one joins.
+
+A step that failed is computed again request by request, each alone, so that the one it fails for is found.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ class Scheduler:
         config: EngineConfig,
         *,
         on_admitted: Callable[[RequestState], None],
-        on_preempted: Callable[[RequestState, str, int], None],
+        on_preempted: Callable[[RequestState, str, str, int], None],
         on_swap: Callable[[RequestState, str, SwapPlan], None],
     ) -> None:
         self.waiting: deque[RequestState] = deque()
@@ -83,22 +85,31 @@ class Scheduler:
 
     def preempt(self, request: RequestState) -> None:
         """Take a running request's blocks; it goes back to the head of the queue."""
+        if self._config.preemption != "swap" or not self._try_swap_out(request):
+            self.recompute(request, "out_of_blocks")
+
+    def recompute(self, request: RequestState, reason: str) -> None:
+        """Drop what a running or swapped request has computed; it waits, at the head of the queue if it ran."""
+        if request in self.running:
+            self._put_back(request)
+        request.is_swapped = False
+        self._cache.free(request.request_id)
+        num_tokens_lost, request.num_computed = request.num_computed, 0
+        self._on_preempted(request, "recompute", reason, num_tokens_lost)
+
+    def _put_back(self, request: RequestState) -> None:
         self.running.remove(request)
         request.num_preemptions += 1
         self.waiting.appendleft(request)
-        if self._config.preemption == "swap" and self._try_swap_out(request):
-            return
-        self._cache.free(request.request_id)
-        num_tokens_lost, request.num_computed = request.num_computed, 0
-        self._on_preempted(request, "recompute", num_tokens_lost)
 
     def _try_swap_out(self, request: RequestState) -> bool:
         try:
             plan = self._cache.swap_out((request.request_id,))
         except OutOfHostBlocks:
             return False
+        self._put_back(request)
         request.is_swapped = True
-        self._on_preempted(request, "swap", 0)
+        self._on_preempted(request, "swap", "out_of_blocks", 0)
         self._on_swap(request, "out", plan)
         return True
 
@@ -113,9 +124,10 @@ class Scheduler:
         return True
 
     def _plan(self) -> list[tuple[RequestState, ReserveRequest]]:
-        budget = self._config.max_batch_tokens - sum(request.num_uncomputed == 1 for request in self.running)
+        batch = [request for request in self.running if request.is_suspect][:1] or self.running
+        budget = self._config.max_batch_tokens - sum(request.num_uncomputed == 1 for request in batch)
         plan = []
-        for request in self.running:
+        for request in batch:
             num_tokens = request.num_uncomputed
             if num_tokens > 1:
                 num_tokens = min(num_tokens, budget)

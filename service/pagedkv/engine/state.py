@@ -32,6 +32,7 @@ class RequestState:
         self.num_cached_tokens = 0  # of the prompt, found in the prefix cache when the request first joined the batch
         self.num_preemptions = 0
         self.is_swapped = False  # preempted, and its blocks are in the host pool
+        self.is_suspect = False  # was in a step that failed: computed alone until it has its next token
         self.finish_reason: FinishReason | None = None
         self.stream = stream
         self.sampler = Sampler(request.sampling)

@@ -188,7 +188,8 @@ class MetricsServer:
         return Response(200, body, content_type)
 
     async def _health(self, request: Request) -> Response:
-        return Response(200, b"ok\n", "text/plain; charset=utf-8")
+        healthy = self._is_loading or self._metrics.is_healthy()
+        return Response(200 if healthy else 503, b"ok\n" if healthy else b"failed\n", "text/plain; charset=utf-8")
 
     async def _ready(self, request: Request) -> Response:
         ready = self._metrics.is_ready()

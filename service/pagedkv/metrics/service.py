@@ -52,6 +52,10 @@ class ServiceMetrics:
         """Show the engine's running and waiting requests and its health from now on."""
         self._collector.engine = engine
 
+    def is_healthy(self) -> bool:
+        """Whether a restart is not needed: False once the device, or the engine itself, is lost."""
+        return self._collector.is_healthy()
+
     def watch_health(self, is_healthy: Callable[[], bool]) -> None:
         """Ask this from now on whether the device is healthy, in place of the engine: there may be none."""
         self._collector.is_healthy = is_healthy

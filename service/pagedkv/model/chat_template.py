@@ -41,8 +41,10 @@ class ChatTemplate:
         )
         try:
             self._template = environment.from_string(source)
-        except TemplateError as error:
-            raise UnsupportedModel(f"the chat template does not compile: {error}") from error
+        except Exception as error:  # RecursionError, SyntaxError of the code made from it, ...
+            raise UnsupportedModel(
+                f"the chat template does not compile: {str(error) or type(error).__name__}"
+            ) from error
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, control_texts: Sequence[str]

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from pagedkv.compute.backend import WeightData
 from pagedkv.errors import InvalidModelFile
+from pagedkv.model.shown import shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,7 @@ class MappedFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        _require_regular(path)
         try:
             with path.open("rb") as file:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -66,12 +68,30 @@ def check_extents(path: Path, file_size: int, entries: Iterable[TensorEntry]) ->
         end = entry.start + entry.num_bytes
         if end > file_size:
             raise InvalidModelFile(
-                f"{path}: tensor {entry.name!r} needs bytes [{entry.start}, {end}) of a file of {file_size} bytes",
+                f"{path}: tensor {shown(entry.name)} needs bytes [{entry.start}, {end}) of a file of {file_size} bytes",
                 file=path,
                 tensor=entry.name,
             )
         if previous is not None and previous.start + previous.num_bytes > entry.start:
             raise InvalidModelFile(
-                f"{path}: tensors {previous.name!r} and {entry.name!r} overlap", file=path, tensor=entry.name
+                f"{path}: tensors {shown(previous.name)} and {shown(entry.name)} overlap", file=path, tensor=entry.name
             )
         previous = entry
+
+
+def read_bytes(path: Path, limit: int) -> bytes:
+    """Return a small file's bytes. Raises InvalidModelFile if it cannot be read or is longer than `limit` bytes."""
+    _require_regular(path)
+    try:
+        size = path.stat().st_size
+        if size > limit:
+            raise InvalidModelFile(f"{path}: has {size} bytes, at most {limit} are read", file=path)
+        return path.read_bytes()
+    except OSError as error:
+        raise InvalidModelFile(f"{path}: cannot be read: {error.strerror}", file=path) from error
+
+
+def _require_regular(path: Path) -> None:
+    """Refuse what a plain read could wait for without end: pipes, devices."""
+    if path.exists() and not path.is_file():
+        raise InvalidModelFile(f"{path}: is not a regular file", file=path)

@@ -1,7 +1,8 @@
 """A checked reader of safetensors files and of directories of them.
 
 Format: 8 bytes little-endian header length, a JSON header, then the tensors' bytes
-(https://huggingface.co/docs/safetensors). The files are untrusted, as everywhere here.
+(https://huggingface.co/docs/safetensors). The files are untrusted, as everywhere here: parsing a header takes at most
+32 bytes of memory for each of its bytes, and none for the tensors' data.
 """
 
 from __future__ import annotations
@@ -15,9 +16,15 @@ from typing import Any
 
 from pagedkv.compute.backend import WeightData
 from pagedkv.errors import InvalidModelFile, UnsupportedModel
-from pagedkv.model.mapped_file import MappedFile, TensorEntry, check_extents
+from pagedkv.model.config import Fields
+from pagedkv.model.mapped_file import MappedFile, TensorEntry, check_extents, read_bytes
+from pagedkv.model.shown import shown
 
-_MAX_HEADER_BYTES = 100_000_000
+_MAX_HEADER_BYTES = 1 << 25
+_MAX_TENSORS = 1 << 16
+_MAX_DIMS = 8
+_MAX_SIZE = 1 << 62  # of a dimension or an offset
+_LISTED = 8  # file names in an error
 _KINDS = {"F32": 4, "F16": 2, "BF16": 2}
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
@@ -45,6 +52,8 @@ class SafetensorsFile:
 
     def _read_tensors(self) -> dict[str, TensorEntry]:
         header, data_start = self._read_header()
+        if len(header) > _MAX_TENSORS:
+            raise InvalidModelFile(f"{self.path}: {len(header)} tensors, at most {_MAX_TENSORS}", file=self.path)
         tensors = {
             name: self._read_entry(name, value, data_start) for name, value in header.items() if name != "__metadata__"
         }
@@ -63,16 +72,10 @@ class SafetensorsFile:
         return parse_json(self.path, self._file[8 : 8 + size]), 8 + size
 
     def _read_entry(self, name: str, value: Any, data_start: int) -> TensorEntry:
-        try:
-            dtype, shape, (begin, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
-            sound = all(type(number) is int and number >= 0 for number in (*shape, begin, end)) and begin <= end
-        except (TypeError, KeyError, ValueError):
-            sound = False
-        if not sound:
-            raise self._fail(name, "has a malformed entry")
+        dtype, shape, begin, end = self._read_fields(name, value)
         if dtype not in _KINDS:
             raise UnsupportedModel(
-                f"{self.path}: tensor {name!r} has type {dtype}; supported: {', '.join(_KINDS)}",
+                f"{self.path}: tensor {shown(name)} has type {shown(dtype)[1:-1]}; supported: {', '.join(_KINDS)}",
                 file=self.path,
                 tensor=name,
             )
@@ -83,8 +86,20 @@ class SafetensorsFile:
             raise self._fail(name, f"has {end - begin} bytes, its shape {list(shape)} of {dtype} needs {num_bytes}")
         return TensorEntry(name, dtype, shape, data_start + begin, num_bytes)
 
+    def _read_fields(self, name: str, value: Any) -> tuple[str, tuple[int, ...], int, int]:
+        """Return dtype, shape, begin and end."""
+        fields = Fields(
+            self.path, value if isinstance(value, dict) else {}, block=f"tensor {shown(name)} (malformed): "
+        )
+        dtype, shape, offsets = fields.choice("dtype", "none"), fields.get("shape"), fields.get("data_offsets")
+        if not _are_sizes(shape) or len(shape) > _MAX_DIMS:
+            raise fields.fail("shape", f"must list at most {_MAX_DIMS} whole numbers from 0 to {_MAX_SIZE}")
+        if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+            raise fields.fail("data_offsets", f"must be [begin, end], whole numbers from 0 to {_MAX_SIZE}")
+        return dtype, tuple(shape), *offsets
+
     def _fail(self, name: str, what: str) -> InvalidModelFile:
-        return InvalidModelFile(f"{self.path}: tensor {name!r} {what}", file=self.path, tensor=name)
+        return InvalidModelFile(f"{self.path}: tensor {shown(name)} {what}", file=self.path, tensor=name)
 
 
 class SafetensorsDirectory:
@@ -95,6 +110,7 @@ class SafetensorsDirectory:
     """
 
     def __init__(self, directory: Path) -> None:
+        self._directory = directory
         weight_map = _read_index(directory)
         names = sorted(set(weight_map.values())) if weight_map else [_SINGLE_FILE]
         _check_present(directory, names)
@@ -111,6 +127,10 @@ class SafetensorsDirectory:
     def tensors(self) -> dict[str, TensorEntry]:
         """Entry of every tensor by name."""
         return {name: file.tensors[name] for name, file in self._owners.items()}
+
+    def path_of(self, name: str) -> Path:
+        """Return the file that holds a tensor, the directory for one that no file holds."""
+        return self._owners[name].path if name in self._owners else self._directory
 
     def weight(self, name: str) -> WeightData:
         """Return a tensor as stored, without a copy. Raises KeyError for a name that is not there."""
@@ -129,7 +149,7 @@ class SafetensorsDirectory:
             if name not in self._files[file_name].tensors:
                 path = self._files[file_name].path
                 raise InvalidModelFile(
-                    f"{path}: the index places tensor {name!r} here, but it is missing", file=path, tensor=name
+                    f"{path}: the index places tensor {shown(name)} here, but it is missing", file=path, tensor=name
                 )
         return {name: self._files[file_name] for name, file_name in weight_map.items()}
 
@@ -137,7 +157,7 @@ class SafetensorsDirectory:
 def parse_json(path: Path, data: bytes) -> dict[str, Any]:
     """Parse a JSON object. Raises InvalidModelFile naming the file."""
     try:
-        value = json.loads(data)
+        value = json.loads(data, object_pairs_hook=_make_object)
     except (ValueError, RecursionError) as error:
         raise InvalidModelFile(f"{path}: not valid JSON: {error}", file=path) from error
     if not isinstance(value, dict):
@@ -145,17 +165,32 @@ def parse_json(path: Path, data: bytes) -> dict[str, Any]:
     return value
 
 
+def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Refuse a key that occurs twice: which of its values counts is anybody's guess."""
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        seen: set[str] = set()
+        name = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        raise ValueError(f"key {shown(name)} occurs twice")
+    return value
+
+
+def _are_sizes(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is int and 0 <= value <= _MAX_SIZE for value in values)
+
+
 def _read_index(directory: Path) -> dict[str, str]:
     """Return tensor name -> file name; empty without an index."""
     path = directory / _INDEX_FILE
     if not path.is_file():
         return {}
-    weight_map = parse_json(path, path.read_bytes()).get("weight_map")
+    fields = Fields(path, parse_json(path, read_bytes(path, _MAX_HEADER_BYTES)))
+    weight_map: Any = fields.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise InvalidModelFile(f"{path}: has no weight_map", file=path)
+        raise fields.fail("weight_map", "must map tensors to files")
     for tensor, name in weight_map.items():
         if not isinstance(name, str) or Path(name).name != name:
-            raise InvalidModelFile(f"{path}: tensor {tensor!r} has no plain file name: {name!r}", file=path)
+            raise InvalidModelFile(f"{path}: tensor {shown(tensor)} has no plain file name: {shown(name)}", file=path)
     return weight_map
 
 
@@ -164,10 +199,15 @@ def _check_present(directory: Path, names: list[str]) -> None:
     missing = [name for name in names if name not in found]
     if missing:
         raise InvalidModelFile(
-            f"{directory}: missing weight files: {', '.join(missing)}; there are: {', '.join(sorted(found)) or 'none'}",
+            f"{directory}: missing weight files: {_listed(missing)}; there are: {_listed(sorted(found))}",
             file=directory,
-            missing=",".join(missing),
+            missing=",".join(missing[:_LISTED]),
         )
     stray = sorted(found - set(names))
     if stray:
         warnings.warn(f"{directory}: ignored weight files that the model does not name: {stray}", stacklevel=4)
+
+
+def _listed(names: list[str]) -> str:
+    shown_names = ", ".join(names[:_LISTED]) or "none"
+    return shown_names if len(names) <= _LISTED else f"{shown_names} and {len(names) - _LISTED} more"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,15 @@ from tokenizers import Tokenizer as TokenizersTokenizer
 
 from pagedkv.errors import InvalidModelFile
 from pagedkv.model.chat_template import ChatTemplate
-from pagedkv.model.config import ModelConfig, refuse_option
-from pagedkv.model.gguf_file import GgufFile
+from pagedkv.model.config import Fields, ModelConfig, library_refusals, refuse_option
+from pagedkv.model.gguf_file import GgufSource
+from pagedkv.model.shown import shown
 from pagedkv.model.token_text import byte_level_bytes, sentencepiece_bytes
 from pagedkv.model.tokenizer import SpecialTokens, Tokenizer
 
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
+_UNDEFINED, _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(7)
+_MAX_CONTROL_TOKENS = 1 << 16
+_MAX_PIECE = 128  # characters of a SentencePiece token
 _SPACE = "▁"
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -39,36 +43,48 @@ _WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3")  # a piece that is a token ne
 _NFC = ("qwen2", "deepseek-r1-qwen")
 
 
-def read_gguf_tokenizer(file: GgufFile, config: ModelConfig) -> Tokenizer:
+def read_gguf_tokenizer(file: GgufSource, config: ModelConfig) -> Tokenizer:
     """Build the tokenizer. Raises UnsupportedModel naming a model or pre-tokenizer that is not known."""
     return _Builder(file, config).build()
 
 
 class _Builder:
-    def __init__(self, file: GgufFile, config: ModelConfig) -> None:
+    def __init__(self, file: GgufSource, config: ModelConfig) -> None:
         self._path: Path = file.path
         self._metadata = file.metadata
         self._config = config
         self._tokens: list[str] = self._list("tokens", str)
-        types = self._metadata.get("tokenizer.ggml.token_type")
-        self._types: list[int] = [_NORMAL] * len(self._tokens) if types is None else self._list("token_type", int)
+        self._types: list[int] = self._read_types()
         if len(self._types) != len(self._tokens) or len(self._tokens) > config.vocab_size:
             raise self._fail(
                 f"{len(self._tokens)} tokens, {len(self._types)} types, a vocabulary of {config.vocab_size}"
             )
+
+    def _read_types(self) -> list[int]:
+        if self._metadata.get("tokenizer.ggml.token_type") is None:
+            return [_NORMAL] * len(self._tokens)
+        types = self._list("token_type", int)
+        wrong = next((index for index, kind in enumerate(types) if not _UNDEFINED <= kind <= _BYTE), None)
+        if wrong is not None:
+            raise self._fail_item("token_type", wrong, f"must be from {_UNDEFINED} to {_BYTE}", types[wrong])
+        if types.count(_CONTROL) > _MAX_CONTROL_TOKENS:
+            raise self._fail(
+                f"tokenizer.ggml.token_type has {types.count(_CONTROL)} control tokens, at most {_MAX_CONTROL_TOKENS}"
+            )
+        return types
 
     def build(self) -> Tokenizer:
         model = self._metadata.get("tokenizer.ggml.model")
         if model == "gpt2":
             return self._finish(self._byte_level(), byte_level_bytes, strips_space=False)
         if model == "llama":
-            adds_space = self._metadata.get("tokenizer.ggml.add_space_prefix") is not False
+            adds_space = Fields(self._path, self._metadata, "tokenizer.ggml.").flag("add_space_prefix", True)
             return self._finish(self._sentencepiece(adds_space), sentencepiece_bytes, strips_space=adds_space)
         raise refuse_option(self._path, "tokenizer model", model, "gpt2, llama")
 
     def _byte_level(self) -> TokenizersTokenizer:
         name = self._metadata.get("tokenizer.ggml.pre", "default")
-        if name not in _SPLITS:
+        if not isinstance(name, str) or name not in _SPLITS:
             raise refuse_option(self._path, "pre-tokenizer", name, ", ".join(_SPLITS))
         merges = [tuple(merge.split(" ")) for merge in self._list("merges", str)]
         encoder = self._make(merges, ignore_merges=name in _WHOLE_WORDS)
@@ -93,21 +109,26 @@ class _Builder:
         scores = self._list("scores", float)
         if len(scores) != len(self._tokens):
             raise self._fail(f"{len(scores)} scores for {len(self._tokens)} tokens")
+        wrong = next((index for index, score in enumerate(scores) if not math.isfinite(score)), None)
+        if wrong is not None:
+            raise self._fail_item("scores", wrong, "must be a finite number", scores[wrong])
         usable = {token: i for i, token in enumerate(self._tokens) if self._types[i] in (_NORMAL, _USER_DEFINED)}
-        found = []
+        longest = max(usable, key=len, default="")
+        if len(longest) > _MAX_PIECE:  # every way to cut a piece in two is tried
+            rule = f"must have at most {_MAX_PIECE} characters, has {len(longest)}"
+            raise self._fail_item("tokens", usable[longest], rule, longest)
+        found: list[tuple[float, int, int]] = []
         for token, index in usable.items():
             pairs = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
-            local = [(usable[a], usable[b], a, b) for a, b in pairs if a in usable and b in usable]
+            local = [(usable[a], usable[b]) for a, b in pairs if a in usable and b in usable]
             found += [(-scores[index], *pair) for pair in sorted(local)]
         found.sort(key=lambda merge: merge[0])  # stable: equal scores keep the vocabulary's order
-        return [(left, right) for *_, left, right in found]
+        return [(self._tokens[left], self._tokens[right]) for _, left, right in found]
 
     def _make(self, merges: list[Any], **options: Any) -> TokenizersTokenizer:
         vocabulary = {token: index for index, token in enumerate(self._tokens)}
-        try:
+        with library_refusals(self._path, "the vocabulary and its merges do not fit"):
             encoder = TokenizersTokenizer(models.BPE(vocabulary, merges, **options))
-        except Exception as error:  # the library raises plain Exception
-            raise self._fail(f"the vocabulary and its merges do not fit: {error}") from error
         control = [AddedToken(t, special=True, normalized=False) for t in self._of_type(_CONTROL)]
         user = [AddedToken(t, special=False, normalized=False) for t in self._of_type(_USER_DEFINED)]
         encoder.add_special_tokens(control)
@@ -120,6 +141,8 @@ class _Builder:
     def _finish(self, encoder: TokenizersTokenizer, to_bytes: Any, *, strips_space: bool) -> Tokenizer:
         config = self._config
         source = self._metadata.get("tokenizer.chat_template")
+        if source is not None and not isinstance(source, str):
+            raise self._fail(f"tokenizer.chat_template must be a string, got {shown(source)}")
         return Tokenizer(
             encoder,
             [self._token_bytes(index, to_bytes) for index in range(len(self._tokens))],
@@ -150,14 +173,20 @@ class _Builder:
             return b""
         return bytes(to_bytes(token))
 
-    def _text(self, token_id: int | None) -> str:
-        return "" if token_id is None or token_id >= len(self._tokens) else self._tokens[token_id]
+    def _text(self, token_id: Any) -> str:
+        return self._tokens[token_id] if type(token_id) is int and token_id < len(self._tokens) else ""
 
     def _list(self, key: str, kind: type) -> list[Any]:
         values = self._metadata.get(f"tokenizer.ggml.{key}")
-        if not isinstance(values, list) or not all(isinstance(value, kind) for value in values):
-            raise self._fail(f"tokenizer.ggml.{key} must be a list of {kind.__name__}")
+        if not isinstance(values, list):
+            raise self._fail(f"tokenizer.ggml.{key} must be a list of {kind.__name__}, got {shown(values)}")
+        wrong = next((index for index, value in enumerate(values) if type(value) is not kind), None)
+        if wrong is not None:
+            raise self._fail_item(key, wrong, f"must be of type {kind.__name__}", values[wrong])
         return values
+
+    def _fail_item(self, key: str, index: int, rule: str, value: object) -> InvalidModelFile:
+        return self._fail(f"tokenizer.ggml.{key}[{index}] {rule}, got {shown(value)}")
 
     def _fail(self, what: str) -> InvalidModelFile:
         return InvalidModelFile(f"{self._path}: {what}", file=self._path)

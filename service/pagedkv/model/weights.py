@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +15,9 @@ import numpy as np
 from pagedkv.compute.backend import DenseOps, Tensor, WeightData
 from pagedkv.errors import InvalidModelFile, UnsupportedModel
 from pagedkv.model.config import ModelConfig
+from pagedkv.model.gguf_file import kind_bytes
 from pagedkv.model.mapped_file import TensorEntry
+from pagedkv.model.shown import shown
 
 _FLOATS = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 
@@ -25,6 +28,9 @@ class WeightSource(Protocol):
     @property
     def tensors(self) -> Mapping[str, TensorEntry]:
         """Entry of every tensor by name."""
+
+    def path_of(self, name: str) -> Path:
+        """Return the file that holds a tensor, or would."""
 
     def weight(self, name: str) -> WeightData:
         """Return a tensor as stored, without a copy."""
@@ -63,6 +69,22 @@ class DecoderWeights:
     layers: tuple[LayerWeights, ...]
     norm: Tensor
     head: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """Matrices of one kind that loading turns into another."""
+
+    kind: str
+    into: str
+    num_tensors: int
+    stored_bytes: int
+    loaded_bytes: int
+
+    def plus(self, stored_bytes: int, loaded_bytes: int) -> Conversion:
+        """Return the conversion with one more matrix."""
+        stored, loaded = self.stored_bytes + stored_bytes, self.loaded_bytes + loaded_bytes
+        return Conversion(self.kind, self.into, self.num_tensors + 1, stored, loaded)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +150,7 @@ class WeightPlan:
         self._path, self._config, self._source, self._names = path, config, source, names
         self._tensors = source.tensors
         self._used: set[str] = set()
+        self._unloaded: set[str] = set()
         vocabulary = (config.vocab_size, config.hidden_size)
         self._require(names.embedding, vocabulary)
         self._require(names.norm, (config.hidden_size,))
@@ -138,6 +161,18 @@ class WeightPlan:
         for layer in range(config.num_layers):
             self._check_layer(layer)
         self._refuse_unknown()
+
+    def conversions(self, ops: DenseOps) -> list[Conversion]:
+        """Return what loading turns into another kind because no kernel of the backend reads the stored one."""
+        found: dict[str, Conversion] = {}
+        for name in sorted(self._used - self._unloaded):
+            entry = self._tensors[name]
+            into = ops.stored_kind(entry.kind)
+            if len(entry.shape) == 2 and into != entry.kind:
+                known = found.get(entry.kind, Conversion(entry.kind, into, 0, 0, 0))
+                loaded_bytes = kind_bytes(into, math.prod(entry.shape))
+                found[entry.kind] = known.plus(entry.num_bytes, loaded_bytes)
+        return list(found.values())
 
     def load(self, ops: DenseOps) -> DecoderWeights:
         """Hand every weight to the backend; called inside a backend job."""
@@ -180,18 +215,20 @@ class WeightPlan:
 
     def _require(self, name: str, shape: tuple[int, ...]) -> None:
         entry = self._tensors.get(name)
+        path = self._source.path_of(name)
         if entry is None:
-            raise InvalidModelFile(f"{self._path}: tensor {name!r} is missing", file=self._path, tensor=name)
+            raise InvalidModelFile(f"{path}: tensor {name!r} is missing", file=path, tensor=name)
         if entry.shape != shape:
+            needed = f"the configuration in {self._path.name} needs {shape}"
             raise InvalidModelFile(
-                f"{self._path}: tensor {name!r} has shape {entry.shape}, the configuration needs {shape}",
-                file=self._path,
+                f"{path}: tensor {name!r} has shape {entry.shape}, {needed}",
+                file=path,
                 tensor=name,
             )
         if len(shape) == 1 and entry.kind not in _FLOATS:
             raise UnsupportedModel(
-                f"{self._path}: vector {name!r} has type {entry.kind}; supported: {', '.join(_FLOATS)}",
-                file=self._path,
+                f"{path}: vector {name!r} has type {entry.kind}; supported: {', '.join(_FLOATS)}",
+                file=path,
                 tensor=name,
             )
         self._used.add(name)
@@ -201,6 +238,7 @@ class WeightPlan:
         if head not in self._tensors:
             return
         self._used.add(head)
+        self._unloaded.add(head)
         first, second = self._source.weight(head), self._source.weight(embedding)
         if first.kind != second.kind or not np.array_equal(first.data, second.data):
             warnings.warn(
@@ -212,9 +250,10 @@ class WeightPlan:
     def _refuse_unknown(self) -> None:
         for name in self._tensors.keys() - self._used:
             if not name.endswith(self._names.ignored):
+                path = self._source.path_of(name)
                 raise UnsupportedModel(
-                    f"{self._path}: architecture {self._config.architecture} has no tensor {name!r}",
-                    file=self._path,
+                    f"{path}: architecture {self._config.architecture} has no tensor {shown(name)}",
+                    file=path,
                     tensor=name,
                 )
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import bisect
-import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from pagedkv.cache import CacheManager, PrefixExtras, Reservation, SwapPlan
 from pagedkv.compute.backend import Backend
 from pagedkv.compute.swap import submit_swap
 from pagedkv.config import require
-from pagedkv.errors import DeviceError, InvalidArgument, PagedKvError
+from pagedkv.errors import DeviceLost, InvalidArgument
 from pagedkv.rpc.attend import Attended, AttendPlan, plan_attend, run_plans, slots_of
 from pagedkv.rpc.batcher import Batcher, Call
 from pagedkv.rpc.convert import to_cache_info, to_sequence_message, to_tensor, to_usage_message
@@ -32,7 +31,6 @@ from pagedkv.rpc.requests import (
 from pagedkv.rpc.retries import RetryMemory
 from pagedkv.v1 import kv_cache_pb2, kv_cache_pb2_grpc
 
-_log = logging.getLogger(__name__)
 AttendCall = Call[kv_cache_pb2.AttendRequest, Attended]
 _MAX_PAGE_SIZE, _DEFAULT_PAGE_SIZE = 1000, 100
 
@@ -44,7 +42,6 @@ class KvCacheService(kv_cache_pb2_grpc.KvCacheServicer):
         self,
         cache: CacheManager,
         backend: Backend,
-        on_device_failure: Callable[[DeviceError], None],
         observer: RpcObserver,
     ) -> None:
         self._cache = cache
@@ -52,15 +49,9 @@ class KvCacheService(kv_cache_pb2_grpc.KvCacheServicer):
         self._backend = backend
         self._layout = backend.layout
         self._shape = backend.layout.shape
-        self._on_device_failure = on_device_failure
-        self._failure: DeviceError | None = None
         self._retries = RetryMemory()
         self._auditing = asyncio.Lock()  # one copy of the state at a time
         self._batcher: Batcher[kv_cache_pb2.AttendRequest, Attended] = Batcher(self._launch)
-
-    def fail(self, error: DeviceError) -> None:
-        """Refuse by the error whatever needs the device from now on. Idempotent: the first error stays."""
-        self._failure = self._failure or error
 
     # -- sequences ----------------------------------------------------------------------------------------------
 
@@ -71,7 +62,7 @@ class KvCacheService(kv_cache_pb2_grpc.KvCacheServicer):
 
     async def Allocate(self, request: kv_cache_pb2.AllocateRequest, context: Any) -> Any:
         """Start a sequence on its cached prefix."""
-        self._check_device()
+        self._backend.health.check()
         if (answer := self._retries.find(request.request_id, request)) is not None:
             return answer
         check_own_id("sequence_id", request.sequence_id)
@@ -85,7 +76,7 @@ class KvCacheService(kv_cache_pb2_grpc.KvCacheServicer):
 
     async def Fork(self, request: kv_cache_pb2.ForkRequest, context: Any) -> Any:
         """Start a sequence that shares all blocks of another."""
-        self._check_device()
+        self._backend.health.check()
         if (answer := self._retries.find(request.request_id, request)) is not None:
             return answer
         check_own_id("parent_id", request.parent_id)
@@ -112,14 +103,14 @@ class KvCacheService(kv_cache_pb2_grpc.KvCacheServicer):
 
     async def SwapOut(self, request: kv_cache_pb2.SwapOutRequest, context: Any) -> kv_cache_pb2.SwapOutResponse:
         """Move sequences to host memory."""
-        self._check_device()
+        self._backend.health.check()
         check_sequence_ids(request.sequence_ids)
         plan = self._cache.swap_out(request.sequence_ids)
         return kv_cache_pb2.SwapOutResponse(**await self._swap("out", plan))
 
     async def SwapIn(self, request: kv_cache_pb2.SwapInRequest, context: Any) -> kv_cache_pb2.SwapInResponse:
         """Move sequences back."""
-        self._check_device()
+        self._backend.health.check()
         check_sequence_ids(request.sequence_ids)
         plan = self._cache.swap_in(request.sequence_ids)
         return kv_cache_pb2.SwapInResponse(**await self._swap("in", plan))
@@ -130,11 +121,21 @@ class KvCacheService(kv_cache_pb2_grpc.KvCacheServicer):
         if plan.pairs:
             done = asyncio.wrap_future(submit_swap(self._backend, direction, plan.pairs))
             done.add_done_callback(lambda job: self._note_swap(direction, num_bytes, job))
-            await self._completed(done)
+            try:
+                await _completed(done)
+            except Exception:
+                self._backend.health.check()
+                raise
         return {"block_count": len(plan.pairs), "byte_count": num_bytes, "kept_block_count": plan.num_kept}
 
     def _note_swap(self, direction: str, num_bytes: int, done: asyncio.Future[float]) -> None:
-        if not done.cancelled() and done.exception() is None:
+        """Tell of a swap's end. One that failed is final: what it should have copied is nowhere else."""
+        error = None if done.cancelled() else done.exception()
+        if error is not None:
+            lost = DeviceLost("blocks could not be swapped; see the log")
+            lost.__cause__ = error
+            self._backend.health.fail(lost)
+        elif not done.cancelled():
             self._observer.on_swap(direction, num_bytes, done.result())
 
     async def GetSequence(self, request: Any, context: Any) -> kv_cache_pb2.GetSequenceResponse:
@@ -178,7 +179,7 @@ class KvCacheService(kv_cache_pb2_grpc.KvCacheServicer):
 
     async def Append(self, request: kv_cache_pb2.AppendRequest, context: Any) -> kv_cache_pb2.AppendResponse:
         """Write K and V of new tokens of one layer or of all."""
-        self._check_device()
+        self._backend.health.check()
         check_own_id("sequence_id", request.sequence_id)
         layer = request.layer if request.HasField("layer") else None
         keys, values = read_new_rows(request, layer, self._shape)
@@ -191,9 +192,10 @@ class KvCacheService(kv_cache_pb2_grpc.KvCacheServicer):
             return kv_cache_pb2.AppendResponse(token_count=length)
         reservation = self._cache.reserve(request.sequence_id, num_tokens, layer=layer, token_ids=token_ids)
         slots = slots_of(self._cache, self._layout, request.sequence_id, reservation.start, num_tokens)
-        future = self._backend.submit(lambda: self._write(reservation, keys, values, slots))
+        written = asyncio.wrap_future(self._backend.submit(lambda: self._write(reservation, keys, values, slots)))
         self._cache.commit(reservation)
-        await self._completed(asyncio.wrap_future(future))
+        written.add_done_callback(lambda job: self._take_back_if_failed(job, (reservation,), slots))
+        await _completed(written)
         return kv_cache_pb2.AppendResponse(token_count=length + num_tokens)
 
     async def Attend(self, request: kv_cache_pb2.AttendRequest, context: Any) -> kv_cache_pb2.AttendResponse:
@@ -206,7 +208,7 @@ class KvCacheService(kv_cache_pb2_grpc.KvCacheServicer):
             yield await self._attend(request)
 
     async def _attend(self, request: kv_cache_pb2.AttendRequest) -> kv_cache_pb2.AttendResponse:
-        self._check_device()
+        self._backend.health.check()
         done = await self._batcher.run(request)
         return kv_cache_pb2.AttendResponse(
             output=to_tensor(done.output), lse=to_tensor(done.lse), compute_seconds=done.seconds
@@ -238,28 +240,39 @@ class KvCacheService(kv_cache_pb2_grpc.KvCacheServicer):
     def _plan(self, call: AttendCall) -> AttendPlan | None:
         """Plan a call; one that is refused is answered at once and holds up nobody."""
         try:
-            self._check_device()
+            self._backend.health.check()
             return plan_attend(call.request, self._cache, self._layout)
         except Exception as error:
             call.answer.set_exception(error)
             return None
 
-    def _submit(self, group: Sequence[tuple[AttendCall, AttendPlan]]) -> asyncio.Future[list[Attended]]:
+    def _submit(self, group: Sequence[tuple[AttendCall, AttendPlan]]) -> asyncio.Future[None]:
         plans = [plan for _, plan in group]
-        result = asyncio.wrap_future(self._backend.submit(lambda: run_plans(self._backend, plans)))
-        result.add_done_callback(lambda _: self._answer([call for call, _ in group], result))
-        return result
+        return asyncio.ensure_future(
+            self._answer(group, asyncio.wrap_future(self._backend.submit(lambda: run_plans(self._backend, plans))))
+        )
 
-    def _answer(self, calls: Sequence[AttendCall], result: asyncio.Future[list[Attended]]) -> None:
-        """Answer the calls of a job that are still waited for."""
-        error = self._error_of(result)
-        for at, call in enumerate(calls):
-            if call.answer.done():
-                continue
-            if error is None:
-                call.answer.set_result(result.result()[at])
-            else:
-                call.answer.set_exception(error)
+    async def _answer(
+        self, group: Sequence[tuple[AttendCall, AttendPlan]], result: asyncio.Future[list[Attended]]
+    ) -> None:
+        """Answer the calls of a job that are still waited for; one that failed is done again call by call."""
+        try:
+            answers = await result
+        except Exception as error:
+            if len(group) > 1 and self._backend.health.failure is None:
+                for member in group:
+                    await self._submit([member])
+                return
+            for call, plan in group:
+                self._take_back_if_failed(
+                    result, plan.reservations, () if plan.rows is None else plan.rows.slot_mapping
+                )
+                if not call.answer.done():
+                    call.answer.set_exception(error)
+            return
+        for (call, _), answer in zip(group, answers, strict=True):
+            if not call.answer.done():
+                call.answer.set_result(answer)
 
     # -- device -------------------------------------------------------------------------------------------------
 
@@ -275,33 +288,24 @@ class KvCacheService(kv_cache_pb2_grpc.KvCacheServicer):
     def _write_rows(self, layer: int, keys: Array, values: Array | None, slots: npt.NDArray[np.int64]) -> None:
         self._backend.write_kv(layer, self._backend.from_host(keys), self._backend.from_host(values), slots)  # type: ignore[arg-type]
 
-    async def _completed(self, result: asyncio.Future[Any]) -> None:
-        """Await a job. The caller may go, but what is committed must be written."""
-        try:
-            await asyncio.shield(result)
-        except asyncio.CancelledError:
-            result.add_done_callback(self._error_of)
-            raise
-        except Exception:
-            error = self._error_of(result)
-            assert error is not None
-            raise error from None
+    def _take_back_if_failed(
+        self, job: asyncio.Future[Any], reservations: Sequence[Reservation], slots: Iterable[int]
+    ) -> None:
+        """Have the cache distrust what a failed job was to write; its sequences are as long as before it.
 
-    def _error_of(self, result: asyncio.Future[Any]) -> BaseException | None:
-        """Return how a job failed. What fails after all checks is the device: nothing is answered from then on."""
-        error = None if result.cancelled() else result.exception()
-        if error is None:
-            return None
-        failure = self._note_failure(error)
-        return error if isinstance(error, PagedKvError) else failure
+        A copy that came before the write is in doubt as well, and with it the block's earlier tokens.
+        """
+        if job.cancelled() or job.exception() is None:
+            return
+        intact = {made.sequence_id: made.start for made in reservations if not made.copies}
+        blocks = {int(slot) // self._layout.block_size for slot in slots if slot >= 0}
+        self._cache.distrust(sorted(blocks), intact)
 
-    def _note_failure(self, error: BaseException) -> DeviceError:
-        _log.error("the device failed", exc_info=error)
-        failure = error if isinstance(error, DeviceError) else DeviceError("the device failed; see the log")
-        self.fail(failure)
-        self._on_device_failure(failure)
-        return failure
 
-    def _check_device(self) -> None:
-        if self._failure is not None:
-            raise self._failure
+async def _completed(job: asyncio.Future[Any]) -> None:
+    """Await a job. The caller may go, but what is committed must be written."""
+    try:
+        await asyncio.shield(job)
+    except asyncio.CancelledError:
+        job.add_done_callback(lambda job: job.cancelled() or job.exception())  # somebody has looked
+        raise

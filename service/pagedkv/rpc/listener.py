@@ -10,11 +10,11 @@ from typing import Any, Final
 import grpc
 from grpc.aio import ServerInterceptor
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from pagedkv.address import Hold, address_text
 from pagedkv.errors import Draining, InvalidArgument, PagedKvError, Starting
 from pagedkv.rpc.health import HealthService
+from pagedkv.rpc.reflection import enable_reflection
 from pagedkv.rpc.status import to_status
 
 # How long what is left may take, each of which is over at once unless a reader does not read:
@@ -165,7 +165,7 @@ class Listener:
         self.server = grpc.aio.server(interceptors=[self._gate], options=list(options))
         self._health = HealthService()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
-        reflection.enable_server_reflection((*services, _HEALTH, reflection.SERVICE_NAME), self.server)
+        enable_reflection((*services, _HEALTH), self.server)
         self.tell_health(_Status.NOT_SERVING, services[:1])
 
     @property

@@ -11,7 +11,7 @@ from pagedkv.cache import CacheManager
 from pagedkv.compute.backend import Backend
 from pagedkv.config import require
 from pagedkv.engine import Engine
-from pagedkv.errors import DeviceError
+from pagedkv.errors import DeviceLost
 from pagedkv.loopback import is_loopback
 from pagedkv.rpc.generation import GenerationService, NoModelService
 from pagedkv.rpc.interceptors import ErrorInterceptor, NullRpcObserver, RpcObserver
@@ -66,21 +66,19 @@ class Server:
         self._max_streams = config.max_streams
         self._is_started, self._is_open = listener is not None, False
         self._engine = engine
+        self._backend = backend
         server = self._listener.server
-        self._kv_cache = KvCacheService(cache, backend, self._note_device_failure, self._observer)
+        self._kv_cache = KvCacheService(cache, backend, self._observer)
         kv_cache_pb2_grpc.add_KvCacheServicer_to_server(self._kv_cache, server)  # type: ignore[no-untyped-call]
         generation = NoModelService() if engine is None else GenerationService(engine)
         generation_pb2_grpc.add_GenerationServicer_to_server(generation, server)  # type: ignore[no-untyped-call]
         self._served = _SERVICES if engine is not None else _SERVICES[:1]
-        self._failure: DeviceError | None = None
-        self.failed = asyncio.Event()  # set once the device failed: the process should end and be started anew
-        if engine is not None:
-            engine.on_failure = self._note_device_failure
+        self.failed = asyncio.Event()  # set once the device is lost: the process should end and be started anew
 
     @property
     def is_healthy(self) -> bool:
-        """False from the moment the device failed."""
-        return self._failure is None
+        """False from the moment the device is lost."""
+        return self._backend.health.failure is None
 
     @property
     def is_ready(self) -> bool:
@@ -98,6 +96,7 @@ class Server:
             await self._listener.start()
         self._listener.open(ErrorInterceptor(self._observer, self._max_streams), self._served)
         self._is_open = True
+        self._backend.health.watch_on(asyncio.get_running_loop(), self._note_device_failure)
 
     async def stop(self, grace_seconds: float) -> None:
         """Refuse new calls while the port is open, let running ones end within the grace, end the rest, close.
@@ -114,14 +113,8 @@ class Server:
         """End the grace of a `stop` now."""
         self._listener.hurry()
 
-    def _note_device_failure(self, error: DeviceError) -> None:
-        """Report NOT_SERVING from now on, and answer by the error whatever needs the device, through either service."""
-        if self._failure is not None:
-            return
-        self._failure = error
-        self._kv_cache.fail(error)
-        if self._engine is not None:
-            self._engine.fail(error)
+    def _note_device_failure(self, error: DeviceLost) -> None:
+        """Report NOT_SERVING from now on: whatever needs the device is answered by the error."""
         self._listener.tell_health(health_pb2.HealthCheckResponse.NOT_SERVING, self._served)
         self.failed.set()
 

@@ -15,6 +15,7 @@ from pagedkv.compute.cpu.features import choose_isa
 from pagedkv.compute.cpu.kv_ops import CpuKvOps
 from pagedkv.compute.cpu.program import Programs
 from pagedkv.compute.cpu.threads import WorkerPool
+from pagedkv.compute.health import DeviceHealth
 from pagedkv.compute.layout import KvLayout
 from pagedkv.compute.queue import DeviceQueue
 from pagedkv.config import require
@@ -51,7 +52,8 @@ class CpuBackend(CpuKvOps, CpuDenseOps):
         CpuDenseOps.__init__(self, chosen, workers, activations=activations)
         self._programs = Programs(workers)
         self._on_compile = on_compile
-        self._queue = DeviceQueue("pagedkv-cpu")
+        self.health = DeviceHealth()
+        self._queue = DeviceQueue("pagedkv-cpu", self.health)
 
     @property
     def isa(self) -> str:

@@ -16,7 +16,7 @@ from pagedkv.compute.cpu.dense_buffers import CACHE_LINE
 from pagedkv.compute.cpu.dense_rounding import BLOCK_INPUTS, ROUNDINGS
 from pagedkv.compute.cpu.dense_runtime import ROUNDED_ROWS, SERIAL_ELEMENTS, DenseRuntime
 from pagedkv.compute.cpu.features import Isa
-from pagedkv.compute.cpu.quant import StorageKind, check_weight
+from pagedkv.compute.cpu.quant import StorageKind, as_kernels_read, check_weight, stored_kind
 from pagedkv.compute.cpu.threads import WorkerPool, address_of
 from pagedkv.config import ACTIVATIONS, require
 
@@ -75,8 +75,13 @@ class CpuLinearOps(DenseRuntime):
             names.append(f"embed-{kind}")
         return names
 
+    def stored_kind(self, kind: str) -> str:
+        """See DenseOps.stored_kind."""
+        return stored_kind(kind)
+
     def load_weight(self, weight: WeightData) -> CpuWeight:
-        """See DenseOps.load_weight. Matrices stay memory-mapped unless their rows need padding."""
+        """See DenseOps.load_weight. Matrices stay memory-mapped unless converted or their rows need padding."""
+        weight = as_kernels_read(weight)
         kind = check_weight(weight)
         data = np.ascontiguousarray(weight.data)
         if len(weight.shape) == 1 and kind.name == "F32":

@@ -1,4 +1,4 @@
-"""The kinds of stored weights that the kernels read, and the check of a weight's size."""
+"""The kinds of stored weights that the kernels read, what becomes of others, and the check of a weight's size."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pagedkv.compute.cpu import quant_emit
 from pagedkv.compute.cpu.dense_tiles import Parts
 from pagedkv.compute.cpu.quant_emit import BLOCK_PART, PLAIN_PART, plain_part
 from pagedkv.compute.cpu.simd_emit import KIND_BF16, KIND_BYTES, KIND_F16, KIND_F32
+from pagedkv.compute.dequantize import dequantize, repack, repacked_kind
 from pagedkv.errors import InvalidModelFile, UnsupportedModel
 
 
@@ -32,6 +33,26 @@ class StorageKind:
     def row_bytes(self, num_inputs: int) -> int:
         """Bytes of a row."""
         return num_inputs // self.block_weights * self.block_bytes
+
+
+def stored_kind(kind: str) -> str:
+    """Return the kind that kernels read instead: the same where they can, else one that holds exactly as much."""
+    if kind in KINDS:
+        return kind
+    return repacked_kind(kind) or "F32"
+
+
+def as_kernels_read(weight: WeightData) -> WeightData:
+    """Return a weight that kernels read: itself where they can, else its copy in another kind, exact to the last bit.
+
+    Raises UnsupportedModel for a kind that nothing turns into numbers.
+    """
+    kind = stored_kind(weight.kind)
+    if kind == weight.kind:
+        return weight
+    if kind != "F32":
+        return repack(weight)
+    return WeightData("F32", weight.shape, dequantize(weight, np.float32).reshape(-1).view(np.uint8))
 
 
 def check_weight(weight: WeightData) -> StorageKind:
@@ -72,6 +93,7 @@ KINDS: Final = {
         _blocks("Q4_1", 32, 20, quant_emit.q4_1_part),
         _blocks("Q8_0", 32, 34, quant_emit.q8_0_part),
         _blocks("Q4_K", 256, 144, quant_emit.q4_k_part),
+        _blocks("Q5_K", 256, 176, quant_emit.q5_k_part),
         _blocks("Q6_K", 256, 210, quant_emit.q6_k_part),
     )
 }

@@ -78,17 +78,30 @@ def q4_k_part(builder: Any, address: Any, part: Any, width: int) -> EmitVector:
 
     Two float16, 12 bytes with eight pairs (s, m) of 6 bits, 128 bytes: 32 hold part 2i low and part 2i+1 high.
     """
-    scale, minimum = _splat_half(builder, address, 0, width), _splat_half(builder, address, 2, width)
-    small, base = _q4_k_pair(builder, builder.add(address, _constant(4)), part)
-    step = builder.fmul(scale, _splat_int(builder, small, width))
-    bottom = builder.fmul(minimum, _splat_int(builder, builder.neg(base), width))
-    packed = builder.add(address, builder.shl(builder.lshr(part, _constant(1)), _constant(5)))
-    shift = builder.shl(builder.and_(part, _constant(1)), _constant(2))
+    step, bottom = _q4_k_line(builder, address, part, width)
+    packed, shift = _q4_k_codes(builder, address, part)
     decode = _table_or_formula(builder, lambda codes: emit_fma(builder, step, codes, bottom), width)
 
     def vector(lane: int) -> Any:
         codes = _shifted_bytes(builder, packed, 16 + lane, shift, width)
         return decode(builder.and_(codes, emit_int_constant(15, width)))
+
+    return vector
+
+
+def q5_k_part(builder: Any, address: Any, part: Any, width: int) -> EmitVector:
+    """Emit scale * s * q - minimum * m for part 0-7 of 256 weights.
+
+    As Q4_K, but 32 bytes before the low four bits of q hold its fifth: bit i is part i's.
+    """
+    step, bottom = _q4_k_line(builder, address, part, width)
+    packed, shift = _q4_k_codes(builder, address, part)
+
+    def vector(lane: int) -> Any:
+        low = builder.and_(_shifted_bytes(builder, packed, 48 + lane, shift, width), emit_int_constant(15, width))
+        high = builder.and_(_shifted_bytes(builder, address, 16 + lane, part, width), emit_int_constant(1, width))
+        code = builder.or_(low, builder.shl(high, emit_int_constant(4, width)))
+        return emit_fma(builder, step, _to_float(builder, code), bottom)
 
     return vector
 
@@ -118,6 +131,20 @@ def q6_k_part(builder: Any, address: Any, part: Any, width: int) -> EmitVector:
         return builder.fmul(step, _to_float(builder, builder.sub(code, emit_int_constant(32, width))))
 
     return vector
+
+
+def _q4_k_line(builder: Any, address: Any, part: Any, width: int) -> tuple[Any, Any]:
+    """Return what a part's codes are multiplied by, and what is added then."""
+    scale, minimum = _splat_half(builder, address, 0, width), _splat_half(builder, address, 2, width)
+    small, base = _q4_k_pair(builder, builder.add(address, _constant(4)), part)
+    step = builder.fmul(scale, _splat_int(builder, small, width))
+    return step, builder.fmul(minimum, _splat_int(builder, builder.neg(base), width))
+
+
+def _q4_k_codes(builder: Any, address: Any, part: Any) -> tuple[Any, Any]:
+    """Return where a part's bytes lie, counted from the first part's, and which of their halves is its own."""
+    packed = builder.add(address, builder.shl(builder.lshr(part, _constant(1)), _constant(5)))
+    return packed, builder.shl(builder.and_(part, _constant(1)), _constant(2))
 
 
 def _q4_k_pair(builder: Any, packed: Any, part: Any) -> tuple[Any, Any]:

@@ -7,6 +7,7 @@ region ends as soon as its items are done. Kernels run with denormals flushed to
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,7 @@ from pagedkv.compute.cpu.cgroup import usable_cores
 from pagedkv.compute.cpu.compile_cache import Kernel, compile_kernel
 from pagedkv.compute.cpu.simd import load_i64, store_i64
 from pagedkv.compute.cpu.simd_emit import I32, I64, emit_call, emit_pointer
+from pagedkv.errors import DeviceLost
 
 # Byte offsets into the pool's state; words that different threads write lie on different cache lines.
 _EPOCH: Final = 0  # grows with every region; idle workers wait for it to change
@@ -254,7 +256,7 @@ class WorkerPool:
     """Threads that run kernels together with the caller's own.
 
     `num_threads` counts the caller; None means the cores this process may use. Regions exclude each other, so any
-    thread may call `run`.
+    thread may call `run`. In a forked child, where the threads are not, everything raises DeviceLost.
     """
 
     def __init__(self, num_threads: int | None = None) -> None:
@@ -262,6 +264,7 @@ class WorkerPool:
         self._words = np.zeros(_STATE_WORDS + 8, np.int64)
         self._state = -(-self._words.ctypes.data // 64) * 64
         self._header = self._words[(self._state - self._words.ctypes.data) // 8 :]
+        self._process = os.getpid()
         self._lock = threading.RLock()
         self._recording: tuple[int, Recording] | None = None  # with the thread whose launches it hears of
         self._single = np.ones(4, np.int64)
@@ -276,7 +279,8 @@ class WorkerPool:
         ]
         for thread in self._threads:
             thread.start()
-        self._finalizer = weakref.finalize(self, _stop, self._header, self._run_launches, self._state, self._threads)
+        stop = (self._process, self._header, self._run_launches, self._state, self._threads)
+        self._finalizer = weakref.finalize(self, _stop, *stop)
 
     def run(
         self, kernel: Kernel, args: npt.NDArray[np.int64], holds: Sequence[Any] = (), *, parallel: bool = True
@@ -296,6 +300,7 @@ class WorkerPool:
         self._launch(self._call_each, np.array(words, np.int64), [*holds, *(args for _, args in launches)], TOGETHER)
 
     def _launch(self, kernel: Kernel, args: npt.NDArray[np.int64], holds: Sequence[Any], how: int) -> None:
+        self._check_process()
         with self._lock:
             if self._recording is not None:
                 self._recording[1].note(kernel, args, holds, how)
@@ -305,8 +310,14 @@ class WorkerPool:
 
     def run_all(self, launches: npt.NDArray[np.int64]) -> None:
         """Run launches in their order, in one call: their number, then (function, args, how) of each."""
+        self._check_process()
         with self._lock:
             self._run_launches.call(self._state, address_of(launches))
+
+    def _check_process(self) -> None:
+        """Refuse before any lock: the fork may have come while another thread held it."""
+        if os.getpid() != self._process:
+            raise DeviceLost("this process was forked from the one that has the worker threads; start it by `spawn`")
 
     @property
     def recording(self) -> Recording | None:
@@ -325,9 +336,10 @@ class WorkerPool:
                 self._recording = None
 
     def close(self) -> None:
-        """End the threads; idempotent."""
-        with self._lock:
-            self._finalizer()
+        """End the threads; idempotent, and nothing in a forked child."""
+        if os.getpid() == self._process:
+            with self._lock:
+                self._finalizer()
 
 
 def address_of(array: npt.NDArray[Any]) -> int:
@@ -343,7 +355,15 @@ def _nothing(args: Any, thread_index: Any) -> Any:
     pass
 
 
-def _stop(header: npt.NDArray[np.int64], run_launches: Kernel, state: int, threads: list[threading.Thread]) -> None:
+def _stop(
+    process: int,
+    header: npt.NDArray[np.int64],
+    run_launches: Kernel,
+    state: int,
+    threads: list[threading.Thread],
+) -> None:
+    if os.getpid() != process:
+        return
     header[_STOP // 8] = 1
     args = np.zeros(2, np.int64)
     launches = np.array([1, compile_kernel(_nothing, "nothing").address, address_of(args), 1], np.int64)

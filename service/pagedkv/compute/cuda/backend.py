@@ -17,9 +17,9 @@ from pagedkv.compute.cuda.device import Device
 from pagedkv.compute.cuda.graphs import StepGraphs
 from pagedkv.compute.cuda.host_pool import HostPool
 from pagedkv.compute.cuda.kernels import all_variants
+from pagedkv.compute.health import DeviceHealth
 from pagedkv.compute.layout import KvLayout
 from pagedkv.dtypes import DType
-from pagedkv.errors import DeviceError
 
 T = TypeVar("T")
 
@@ -68,7 +68,7 @@ class CudaBackend(CudaDenseOps):
         self._on_compile = on_compile
 
     def submit(self, job: Callable[[], T]) -> Future[T]:
-        """See `Backend.submit`. A DeviceError of one job is the answer to every later one."""
+        """See `Backend.submit`."""
 
         def run() -> T:
             self.device.begin_job()
@@ -132,9 +132,9 @@ class CudaBackend(CudaDenseOps):
         self.submit(load).result()
 
     @property
-    def failure(self) -> DeviceError | None:
-        """Why nothing is answered any more, or None while all is well."""
-        return self.device.queue.failure
+    def health(self) -> DeviceHealth:
+        """See `Backend.health`."""
+        return self.device.queue.health
 
     def synchronize(self) -> None:
         """See `Backend.synchronize`."""
@@ -142,6 +142,8 @@ class CudaBackend(CudaDenseOps):
 
     def close(self) -> None:
         """See `Backend.close`; idempotent."""
+        if self.health.is_foreign:  # a forked child has neither the threads nor the context
+            return
         self.device.queue.close()
         if self.device.is_closed:
             return

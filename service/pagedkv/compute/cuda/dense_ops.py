@@ -15,6 +15,7 @@ from pagedkv.compute.cuda.array import DeviceArray
 from pagedkv.compute.cuda.device import require_array
 from pagedkv.compute.cuda.kernels import norm_variant, plain_variant
 from pagedkv.compute.cuda.kv_ops import CudaKvOps
+from pagedkv.compute.dequantize import dequantize
 from pagedkv.config import require
 from pagedkv.dtypes import DType
 from pagedkv.errors import UnsupportedModel
@@ -25,6 +26,7 @@ _NUMPY: dict[DType, Any] = {
     DType.FLOAT16: np.float16,
     DType.BFLOAT16: ml_dtypes.bfloat16,
 }
+_GGML_NAMES = {DType.FLOAT32: "F32", DType.FLOAT16: "F16", DType.BFLOAT16: "BF16"}
 _CUDA_TYPES = (0, 2, 14)  # cudaDataType of the storage codes: R_32F, R_16F, R_16BF
 _COMPUTE_32F, _DEFAULT_ALGORITHM = 68, -1
 _WORKSPACE, _HOPPER_WORKSPACE = 4 << 20, 32 << 20  # bytes that cuBLAS would take by itself
@@ -63,12 +65,16 @@ class CudaDenseOps(CudaKvOps):
             self._cublas.set_workspace(handle, self._workspace.pointer, size)  # last: a new stream takes it away
         return self._handle
 
+    def stored_kind(self, kind: str) -> str:
+        """See `DenseOps.stored_kind`."""
+        return kind if kind in _PLAIN else _GGML_NAMES[self._weight_dtype]
+
     def load_weight(self, weight: WeightData) -> DeviceArray:
         """See `DenseOps.load_weight`; vectors become float32."""
         if weight.kind in _PLAIN:
             values = np.ascontiguousarray(weight.data).reshape(-1).view(_PLAIN[weight.kind]).reshape(weight.shape)
         else:
-            values = _dequantize(weight).astype(_NUMPY[self._weight_dtype])
+            values = dequantize(weight, _NUMPY[self._weight_dtype])
         return self.device.upload(values.astype(np.float32) if len(weight.shape) == 1 else values)
 
     def embedding(self, table: DeviceArray, token_ids: Int32Array) -> DeviceArray:
@@ -239,13 +245,3 @@ class CudaDenseOps(CudaKvOps):
 def _check_rows(rows: Int32Array, limit: int) -> None:
     low, high = int(rows.min()), int(rows.max())
     require(low >= 0 and high < limit, "rows", f"must be in [0, {limit})", (low, high), limit - 1)
-
-
-def _dequantize(weight: WeightData) -> npt.NDArray[np.float32]:
-    from gguf import GGMLQuantizationType
-    from gguf.quants import dequantize
-
-    if weight.kind not in GGMLQuantizationType.__members__:
-        raise UnsupportedModel(f"weights of kind {weight.kind} are not implemented", kind=weight.kind)
-    rows = np.ascontiguousarray(weight.data).reshape(weight.shape[0], -1)
-    return dequantize(rows, GGMLQuantizationType[weight.kind]).reshape(weight.shape)

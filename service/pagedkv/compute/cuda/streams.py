@@ -14,7 +14,8 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from pagedkv.compute.cuda.driver import Context
-from pagedkv.errors import DeviceError
+from pagedkv.compute.health import DeviceHealth, to_job_error
+from pagedkv.errors import DeviceError, DeviceLost
 
 T = TypeVar("T")
 
@@ -89,7 +90,7 @@ class _Pending:
 
 
 class JobQueue:
-    """Runs jobs in order; see the module. A DeviceError poisons the queue: nothing is answered after it."""
+    """Runs jobs in order; see the module. A DeviceLost poisons the queue: nothing is answered after it."""
 
     def __init__(self, context: Context, streams: StreamPair, events: Events) -> None:
         self._context, self._streams, self._events = context, streams, events
@@ -97,7 +98,7 @@ class JobQueue:
         self._pending: SimpleQueue[_Pending | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._closed = False
-        self._failure: DeviceError | None = None
+        self.health = DeviceHealth()
         self._finish: list[Callable[[], None]] = []
         self._threads = [
             threading.Thread(target=self._dispatch, name="pagedkv-cuda-dispatch", daemon=True),
@@ -107,16 +108,17 @@ class JobQueue:
             thread.start()
 
     @property
-    def failure(self) -> DeviceError | None:
+    def failure(self) -> DeviceLost | None:
         """The error that made the device untrustworthy, if any."""
-        return self._failure
+        return self.health.failure
 
     def at_completion(self, action: Callable[[], None]) -> None:
         """Run `action` when all work of the running job is done, before its future completes."""
         self._finish.append(action)
 
     def submit(self, job: Callable[[], T]) -> Future[T]:
-        """Queue a job. Raises DeviceError once closed."""
+        """Queue a job. Raises DeviceLost, DeviceError once closed."""
+        self.health.check()
         future: Future[T] = Future()
         with self._lock:
             if self._closed:
@@ -125,7 +127,9 @@ class JobQueue:
         return future
 
     def close(self) -> None:
-        """Finish all jobs and end both threads; idempotent."""
+        """Finish all jobs and end both threads; idempotent. Does nothing in a forked child, which has no threads."""
+        if self.health.is_foreign:
+            return
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -145,20 +149,20 @@ class JobQueue:
         if not future.set_running_or_notify_cancel():
             return
         self._finish = []
-        if self._failure is not None:
-            future.set_exception(self._failure)
+        if self.health.failure is not None:
+            future.set_exception(self.health.failure)
             return
+        error: Exception | None
         try:
             result, error = job(), None
         except BaseException as caught:  # the queue must survive any job
-            result, error = None, caught
+            result, error = None, to_job_error(caught)
         if error is not None:
-            self._note(error)
             self._finish.append(_Raise(error))
         try:
             event = self._events.record(self._streams.compute)
         except DeviceError as caught:
-            self._note(caught)
+            self.health.note_job(caught)
             future.set_exception(error or caught)
             return
         self._pending.put(_Pending(future, result, event, self._finish))
@@ -175,21 +179,19 @@ class JobQueue:
             self._events.give_back(pending.event)
             for action in pending.finish:
                 action()
-        except BaseException as error:
-            self._note(error)
+        except BaseException as caught:
+            error = to_job_error(caught)
+            self.health.note_job(error)
             pending.future.set_exception(error)
         else:
+            self.health.note_job(None)
             pending.future.set_result(pending.result)
-
-    def _note(self, error: BaseException) -> None:
-        if isinstance(error, DeviceError) and self._failure is None:
-            self._failure = error
 
 
 class _Raise:
     """Raises a job's own error once the work it had issued is done."""
 
-    def __init__(self, error: BaseException) -> None:
+    def __init__(self, error: Exception) -> None:
         self._error = error
 
     def __call__(self) -> None:
