@@ -192,6 +192,13 @@ class Listener:
         finally:
             hold.release()
 
+    def add_generic_rpc_handlers(self, handlers: Any) -> None:
+        """Take the handlers of a service, also when the server has started."""
+        self.server.add_generic_rpc_handlers(handlers)
+
+    def add_registered_method_handlers(self, service: str, handlers: Any) -> None:
+        """Ignore what is a shortcut to the generic handlers, and only for a server that has not started."""
+
     def open(self, interceptor: ServerInterceptor, serving: Sequence[str]) -> None:
         """Let calls in through the interceptor, and tell of these services that they are served."""
         self._gate.open(interceptor)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from typing import Any
 
 from grpc_health.v1 import health_pb2
 
@@ -67,7 +68,7 @@ class Server:
         self._is_started, self._is_open = listener is not None, False
         self._engine = engine
         self._backend = backend
-        server = self._listener.server
+        server: Any = self._listener
         self._kv_cache = KvCacheService(cache, backend, self._observer)
         kv_cache_pb2_grpc.add_KvCacheServicer_to_server(self._kv_cache, server)  # type: ignore[no-untyped-call]
         generation = NoModelService() if engine is None else GenerationService(engine)
