@@ -11,6 +11,7 @@ PagedKvError
 ├── OutOfHostBlocks
 ├── SwapUnavailable
 ├── QuotaExceeded
+├── Starting
 ├── Draining
 ├── Unauthenticated
 ├── PermissionDenied
@@ -141,6 +142,12 @@ class QuotaExceeded(PagedKvError):
     """A tenant's or a queue's limit is reached."""
 
     reason = "QUOTA_EXCEEDED"
+
+
+class Starting(PagedKvError):
+    """The server is still loading its model; it takes calls soon."""
+
+    reason = "STARTING"
 
 
 class Draining(PagedKvError):

@@ -6,8 +6,8 @@ import ipaddress
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host name or address, without brackets, is this machine."""
-    if host == "localhost":
+    """Whether a host name or address, without brackets, or a unix socket is this machine."""
+    if host == "localhost" or host.startswith("unix:"):
         return True
     try:
         return ipaddress.ip_address(host).is_loopback

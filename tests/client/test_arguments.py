@@ -349,6 +349,6 @@ COMMAND_LINES = {
 def test_nc12_command_line_refuses_by_name_without_a_traceback(field, arguments):
     command = [Path(sys.executable).parent / "pagedkv", "generate", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert done.stderr.startswith(f"error INVALID_ARGUMENT {field}")
     assert "Traceback" not in done.stderr

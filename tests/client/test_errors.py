@@ -32,6 +32,7 @@ EXAMPLES = [
     errors.OutOfHostBlocks(needed=3, free=2, total=4),
     errors.SwapUnavailable("there is no host pool"),
     errors.QuotaExceeded("too many", limit=3),
+    errors.Starting("the server is still loading"),
     errors.Draining("the server is shutting down"),
     errors.Unauthenticated("who are you"),
     errors.PermissionDenied("not yours"),

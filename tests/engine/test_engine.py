@@ -25,7 +25,6 @@ from pagedkv.errors import (
     Draining,
     InvalidArgument,
     NumericalError,
-    OutOfBlocks,
     QuotaExceeded,
     SequenceTooLong,
 )
@@ -127,9 +126,9 @@ async def test_pc15_chunked_prefill_publishes_only_full_blocks():
 
 async def test_sd01_a_prompt_that_can_never_fit_is_refused_and_blocks_nobody():
     async with scripted_engine(num_blocks=8) as (engine, _, _):
-        with pytest.raises(OutOfBlocks) as caught:
+        with pytest.raises(SequenceTooLong) as caught:
             submit(engine, make_prompt(200))
-        assert (caught.value.needed, caught.value.total) == (13, 8)
+        assert (caught.value.num_tokens, caught.value.limit) == (200, 128)
         results = await asyncio.gather(*(collect(submit(engine, make_prompt(20, seed))) for seed in range(5)))
         assert all(len(result.token_ids) == 8 for result in results)
 
@@ -225,12 +224,12 @@ async def test_sd14_output_is_clipped_to_the_model_limit(length, num_tokens):
         assert (len(result.token_ids), result.finish_reason) == (num_tokens, FinishReason.LENGTH)
 
 
-@pytest.mark.parametrize("length", [64, 65])
-async def test_sd14_a_prompt_that_fills_the_model_is_refused(length):
+@pytest.mark.parametrize(("length", "limit"), [(64, 63), (65, 64)])
+async def test_sd14_a_prompt_that_fills_the_model_is_refused(length, limit):
     async with scripted_engine(context_length=64) as (engine, _, _):
         with pytest.raises(SequenceTooLong) as caught:
             submit(engine, make_prompt(length))
-        assert (caught.value.num_tokens, caught.value.limit) == (length, 63)
+        assert (caught.value.num_tokens, caught.value.limit) == (length, limit)
 
 
 @pytest.mark.parametrize("max_tokens", [10**9, 2**31 - 1, 2**32])

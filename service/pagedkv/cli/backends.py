@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.markup import escape
 
-from pagedkv.cli.options import ServeOptions, parse_memory
+from pagedkv.cli.options import DEFAULT_MEMORY, ServeOptions, parse_memory
 from pagedkv.compute.cpu.backend import CpuBackend
 from pagedkv.compute.cpu.pool import available_memory
 from pagedkv.compute.cuda.backend import CudaBackend
@@ -24,19 +24,24 @@ _GIB = 2**30
 
 
 def open_backend(options: ServeOptions, shape: KvShape, on_compile: OnProgress, say: Say) -> CpuBackend | CudaBackend:
-    """Open the backend asked for; "auto" takes a GPU where CUDA can run. Says which it is, why, and its pool.
+    """Open the backend asked for, for "auto" a GPU's. Says which it is, why, and its pool.
 
     Raises InvalidArgument for a pool that holds no block or does not fit, DeviceError, UnsupportedModel.
     """
     if options.backend == "cpu":
         return open_cpu(options, shape, on_compile, say, "as asked")
-    if options.backend == "cuda":
-        return open_cuda(options, shape, on_compile, say)
-    try:
-        check_cuda(needs_cublas=options.model is not None)
-    except DeviceError as error:
-        return open_cpu(options, shape, on_compile, say, f"no GPU: {error.message}")
     return open_cuda(options, shape, on_compile, say)
+
+
+def is_asked_too_much(options: ServeOptions, error: DeviceError) -> bool:
+    """Whether a device is too small for a pool that was sized by hand: a mistake to tell, and not to work around."""
+    is_sized = options.blocks is not None or options.memory != DEFAULT_MEMORY
+    return is_sized and "asked" in error.details
+
+
+def reason_for_cpu(error: DeviceError) -> str:
+    """Return on one line why the CPU is taken where a GPU would have been."""
+    return " ".join(error.message.split())
 
 
 def open_cpu(options: ServeOptions, shape: KvShape, on_compile: OnProgress, say: Say, reason: str) -> CpuBackend:

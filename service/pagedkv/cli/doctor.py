@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import platform
 import time
 from importlib.metadata import PackageNotFoundError, version
 
 import numpy as np
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from pagedkv.cli.console import make_console
 from pagedkv.cli.progress import CompileProgress
+from pagedkv.cli.threads import in_thread
 from pagedkv.compute.cpu.backend import CpuBackend
 from pagedkv.compute.cuda.compiler import OnCompile
 from pagedkv.compute.cuda.doctor import Finding, Verdict, examine_cuda
@@ -29,13 +31,17 @@ _DTYPES = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
 
 def run_doctor() -> int:
     """Print the report; return 1 if the CPU backend or anything that a GPU of this machine needs has failed."""
-    console = Console(highlight=False)
+    console = make_console()
     with CompileProgress(console) as progress:
-        findings = [*_machine(), _examine_cpu(progress.update), *examine_cuda(progress.update)]
+        findings = asyncio.run(in_thread(lambda: _examine(progress.update)))  # signals are heard meanwhile
     console.print("[bold]pagedkv doctor[/]")
     console.print(_to_table(findings))
     console.print(f"[bold]pagedkv serve[/] takes the {_choice()}")
     return int(any(finding.verdict is Verdict.FAILED for finding in findings))
+
+
+def _examine(on_compile: OnCompile) -> list[Finding]:
+    return [*_machine(), _examine_cpu(on_compile), *examine_cuda(on_compile)]
 
 
 def _to_table(findings: list[Finding]) -> Table:

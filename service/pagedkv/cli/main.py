@@ -1,208 +1,26 @@
-"""The command line: `pagedkv serve | generate | demo | top | doctor`."""
+"""The command `pagedkv`: obeys signals from its first moment, before anything that takes time is imported."""
 
 from __future__ import annotations
 
-import asyncio
+import signal
 import sys
-from pathlib import Path
-from typing import Annotated
-
-import typer
-from rich.console import Console
-from rich.markup import escape
-
-from pagedkv.cli.options import ServeOptions, load_config_file
-from pagedkv.config import KvShape
-from pagedkv.dtypes import DType
-from pagedkv.errors import PagedKvError
-
-app = typer.Typer(
-    name="pagedkv",
-    help="A paged KV cache with attention, served over gRPC.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"], "auto_envvar_prefix": "PAGEDKV"},
-)
-
-ConfigFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--config", help="TOML file; flags and PAGEDKV_* win over it.", callback=load_config_file, is_eager=True
-    ),
-]
-Host = Annotated[str, typer.Option(envvar="PAGEDKV_HOST", help="Address to bind; not loopback needs --insecure.")]
-Port = Annotated[int, typer.Option(envvar="PAGEDKV_PORT", help="gRPC port; 0 takes a free one.")]
-MetricsPort = Annotated[
-    int,
-    typer.Option(envvar="PAGEDKV_METRICS_PORT", help="HTTP port of /metrics, /health, /ready, the page map; -1: off."),
-]
-BackendName = Annotated[str, typer.Option(envvar="PAGEDKV_BACKEND", help="auto, cpu or cuda.")]
-Blocks = Annotated[int | None, typer.Option(envvar="PAGEDKV_BLOCKS", help="Blocks in the pool; wins over --memory.")]
-Memory = Annotated[
-    str, typer.Option(envvar="PAGEDKV_MEMORY", help='Pool size: "2GiB", or a share of the free memory, "0.5".')
-]
-SwapBlocks = Annotated[
-    int | None, typer.Option(envvar="PAGEDKV_SWAP_BLOCKS", help="Host blocks to swap to; wins over --swap-memory.")
-]
-SwapMemory = Annotated[
-    str | None,
-    typer.Option(envvar="PAGEDKV_SWAP_MEMORY", help='Host memory to swap to, as --memory: "512MiB" (default: none).'),
-]
-Preemption = Annotated[
-    str | None,
-    typer.Option(
-        envvar="PAGEDKV_PREEMPTION",
-        help="When blocks run out: recompute or swap (default: swap if there is host memory to swap to).",
-    ),
-]
-BlockSize = Annotated[int, typer.Option(envvar="PAGEDKV_BLOCK_SIZE", help="Tokens a block: 8, 16, 32, 64 or 128.")]
-KvDType = Annotated[DType, typer.Option("--dtype", envvar="PAGEDKV_DTYPE", help="How K and V are stored.")]
-MaxModelLen = Annotated[
-    int | None, typer.Option(envvar="PAGEDKV_MAX_MODEL_LEN", help="Most tokens of one sequence (default: the model's).")
-]
-MaxNumSeqs = Annotated[int, typer.Option(envvar="PAGEDKV_MAX_NUM_SEQS", help="Most generations in the batch at once.")]
-MaxBatchTokens = Annotated[
-    int, typer.Option(envvar="PAGEDKV_MAX_BATCH_TOKENS", help="Most tokens computed in one step.")
-]
-Threads = Annotated[
-    int | None, typer.Option(envvar="PAGEDKV_THREADS", help="CPU threads (default: the cores this process may use).")
-]
-Activations = Annotated[
-    str,
-    typer.Option(
-        envvar="PAGEDKV_ACTIVATIONS",
-        help="What linear layers over 4- and 8-bit weights round their inputs to on a CPU with AVX-512 VNNI: "
-        "float32 (exact), int16 (faster; an error of 1.5e-5 of the largest of 32 neighbours) or int8 (fastest; 4e-3).",
-    ),
-]
-
-
-@app.command()
-def serve(
-    model: Annotated[str | None, typer.Argument(help="smollm2, a .gguf file, or a Hugging Face directory.")] = None,
-    config: ConfigFile = None,
-    no_model: Annotated[bool, typer.Option("--no-model", help="Serve the bare cache; give its shape.")] = False,
-    layers: Annotated[int, typer.Option(help="With --no-model: layers.")] = 32,
-    heads: Annotated[int, typer.Option(help="With --no-model: query heads.")] = 32,
-    kv_heads: Annotated[int, typer.Option(help="With --no-model: KV heads.")] = 8,
-    head_dim: Annotated[int, typer.Option(help="With --no-model: head dim.")] = 128,
-    host: Host = "127.0.0.1",
-    port: Port = 50051,
-    metrics_port: MetricsPort = 9400,
-    backend: BackendName = "auto",
-    blocks: Blocks = None,
-    memory: Memory = "1GiB",
-    swap_blocks: SwapBlocks = None,
-    swap_memory: SwapMemory = None,
-    preemption: Preemption = None,
-    block_size: BlockSize = 16,
-    dtype: KvDType = DType.FLOAT32,
-    max_model_len: MaxModelLen = None,
-    max_num_seqs: MaxNumSeqs = 64,
-    max_batch_tokens: MaxBatchTokens = 512,
-    threads: Threads = None,
-    activations: Activations = "float32",
-    insecure: Annotated[
-        bool, typer.Option("--insecure", help="Allow an address that is not loopback, without TLS.")
-    ] = False,
-    drain_seconds: Annotated[float, typer.Option(help="How long SIGTERM lets running streams go on.")] = 30.0,
-) -> None:
-    """Serve a model, or with --no-model the bare cache."""
-    from pagedkv.cli.serve import run_serve
-
-    shape = KvShape(layers, heads, kv_heads, head_dim, dtype) if no_model else None
-    run_serve(
-        ServeOptions(
-            model=model,
-            shape=shape,
-            host=host,
-            port=port,
-            metrics_port=None if metrics_port < 0 else metrics_port,
-            backend=backend,
-            blocks=blocks,
-            memory=memory,
-            swap_blocks=swap_blocks,
-            swap_memory=swap_memory,
-            preemption=preemption,
-            block_size=block_size,
-            dtype=dtype,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_batch_tokens=max_batch_tokens,
-            threads=threads,
-            activations=activations,
-            insecure=insecure,
-            drain_seconds=drain_seconds,
-        )
-    )
-
-
-@app.command()
-def generate(
-    prompt: Annotated[str, typer.Argument(help="What to continue or, with --chat, to answer.")],
-    target: Annotated[str, typer.Option(envvar="PAGEDKV_TARGET", help="Address of the service.")] = "127.0.0.1:50051",
-    chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")] = False,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Only the k likeliest tokens; 0: all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Only the likeliest tokens up to this share.")] = 1.0,
-    seed: Annotated[int | None, typer.Option(help="Fixes the random stream.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be given more than once.")] = None,
-) -> None:
-    """Stream a generation from a running service."""
-    from pagedkv.client import Client
-
-    source = {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
-    with Client(target) as client:
-        for chunk in client.generate(
-            **source,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seed=seed,
-            stop=tuple(stop or ()),
-        ):
-            print(chunk.text, end="", flush=True)
-    print()
-
-
-@app.command()
-def demo(
-    question: Annotated[str, typer.Argument(help="What to ask the model.")] = "What is the capital of France?",
-    threads: Threads = None,
-) -> None:
-    """Fetch SmolLM2-135M, serve it on a free port, stream an answer, say what the cache did, stop."""
-    from pagedkv.cli.demo import run_demo
-
-    asyncio.run(run_demo(question, threads))
-
-
-@app.command()
-def top(
-    url: Annotated[str, typer.Argument(help="The service's metrics address.")] = "http://127.0.0.1:9400",
-) -> None:
-    """Watch the page pool of a running service."""
-    from pagedkv.metrics.top import run_top
-
-    run_top(url)
-
-
-@app.command()
-def doctor() -> None:
-    """Report what this machine offers and compile every kernel."""
-    from pagedkv.cli.doctor import run_doctor
-
-    raise typer.Exit(run_doctor())
+from types import FrameType
+from typing import NoReturn
 
 
 def main() -> None:
-    """Run the command line; an error of ours is one line, not a traceback."""
+    """Run the command line and exit with its code; 143 after SIGTERM and 130 after SIGINT, also as process 1."""
+    signal.signal(signal.SIGTERM, _end)
     try:
-        app()
-    except PagedKvError as error:
-        line = f"[bold red]error[/] [dim]{error.reason}[/] {escape(error.message)}"
-        Console(stderr=True).print(line, highlight=False)
-        sys.exit(1)
+        from pagedkv.cli.app import run
+
+        code = run()
     except KeyboardInterrupt:
-        sys.exit(130)
+        _end(signal.SIGINT, None)
+    sys.exit(code)
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    from pagedkv.unfinished import end_process
+
+    end_process(128 + number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import tomllib
 from dataclasses import dataclass
@@ -10,10 +11,13 @@ from typing import Any
 
 import typer
 
-from pagedkv.config import ACTIVATIONS, PREEMPTION_MODES, KvShape, require
+from pagedkv.address import unix_path
+from pagedkv.config import ACTIVATIONS, BLOCK_SIZES, PREEMPTION_MODES, EngineConfig, KvShape, require
 from pagedkv.dtypes import DType
 from pagedkv.errors import InvalidArgument
 
+DEFAULT_MEMORY = "1GiB"
+BACKENDS = ("auto", "cpu", "cuda")
 _UNITS = {"": 1, "b": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _SIZE = re.compile(r"^\s*([0-9]*\.?[0-9]+)\s*([bkmgt]?)(?:i?b)?\s*$", re.IGNORECASE)
 
@@ -46,7 +50,7 @@ class ServeOptions:
     metrics_port: int | None = 9400
     backend: str = "auto"
     blocks: int | None = None
-    memory: str = "1GiB"
+    memory: str = DEFAULT_MEMORY
     swap_blocks: int | None = None
     swap_memory: str | None = None
     preemption: str | None = None
@@ -60,10 +64,16 @@ class ServeOptions:
     insecure: bool = False
     drain_seconds: float = 30.0
 
+    @property
+    def metrics_host(self) -> str:
+        """Where the metrics server listens: at the same host, or beside a unix socket on loopback."""
+        return "127.0.0.1" if self.host.startswith("unix:") else self.host
+
     def __post_init__(self) -> None:
-        require((self.model is None) != (self.shape is None), "model", "is needed, or --no-model", self.model)
-        require(0 <= self.port < 65536, "port", "must be in [0, 65535]", self.port, 65535)
-        require(self.backend in ("auto", "cpu", "cuda"), "backend", "must be auto, cpu or cuda", self.backend)
+        require(self.model is not None or self.shape is not None, "model", "is needed, or --no-model", self.model)
+        require(self.model is None or self.shape is None, "model", "and --no-model exclude each other", self.model)
+        self._check_ports()
+        require(self.backend in BACKENDS, "backend", "must be auto, cpu or cuda", self.backend)
         require(self.blocks is None or self.blocks >= 1, "blocks", "must be at least 1", self.blocks, 1)
         hosts = self.swap_blocks
         require(hosts is None or hosts >= 0, "swap_blocks", "must not be negative", hosts, 0)
@@ -75,7 +85,28 @@ class ServeOptions:
         require(self.threads is None or self.threads >= 1, "threads", "must be at least 1", self.threads, 1)
         known = self.activations in ACTIVATIONS
         require(known, "activations", f"must be one of {ACTIVATIONS}", self.activations)
-        require(self.drain_seconds >= 0, "drain_seconds", "must not be negative", self.drain_seconds, 0)
+        seconds, is_finite = self.drain_seconds, math.isfinite(self.drain_seconds)
+        require(is_finite and seconds >= 0, "drain_seconds", "must be finite and not negative", seconds, 0)
+        require(self.block_size in BLOCK_SIZES, "block_size", f"must be one of {BLOCK_SIZES}", self.block_size)
+        parse_memory(self.memory, 0)
+        if self.swap_memory is not None:
+            parse_memory(self.swap_memory, 0, "swap_memory")
+        self.engine_config("recompute")
+
+    def _check_ports(self) -> None:
+        for field, port in (("port", self.port), ("metrics_port", self.metrics_port or 0)):
+            require(0 <= port < 65536, field, "must be in [0, 65535]", port, 65535)
+        is_same = self.port == self.metrics_port and self.port > 0 and unix_path(self.host) is None
+        require(not is_same, "metrics_port", "must differ from the gRPC port", self.metrics_port)
+
+    def engine_config(self, default_preemption: str) -> EngineConfig:
+        """Return the limits of the engine. Raises InvalidArgument."""
+        return EngineConfig(
+            preemption=self.preemption or default_preemption,
+            max_num_seqs=self.max_num_seqs,
+            max_batch_tokens=self.max_batch_tokens,
+            max_model_len=self.max_model_len,
+        )
 
 
 def load_config_file(context: typer.Context, path: Path | None) -> Path | None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import threading
+from contextlib import ExitStack
 from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from pagedkv.unfinished import undone_if_ended
 
 _PATIENCE_SECONDS = 0.7  # loading compiled kernels from disk is quicker and needs no bar
 
@@ -24,16 +27,21 @@ class CompileProgress:
             console=console,
             transient=False,
         )
+        self._console = console
+        self._held = ExitStack()
         self._task: TaskID | None = None
         self._show = threading.Timer(_PATIENCE_SECONDS, self._progress.start)
         self._show.daemon = True
 
     def __enter__(self) -> CompileProgress:
+        self._held.enter_context(undone_if_ended(self._console.show_cursor))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._show.cancel()
-        self._progress.stop()
+        if self._progress.live.is_started:
+            self._progress.stop()
+        self._held.close()
 
     def update(self, done: int, total: int, name: str) -> None:
         """Show that `done` of `total` kernels are compiled and `name` is next (or was last)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
@@ -333,10 +334,10 @@ class AsyncStep:
             self._running.cancel()  # gRPC lets a write wait for ever if its call is cancelled before it is connected
 
     async def _exchange(self, request: kv_cache_pb2.AttendRequest) -> Any:
-        try:
+        with contextlib.suppress(
+            asyncio.InvalidStateError
+        ):  # gRPC's, where the server has ended the call: read says how
             await self._call.write(request)
-        except asyncio.InvalidStateError:  # what gRPC raises where the server has ended the call
-            raise TransportError("the stream has ended", code=(await self._call.code()).name) from None
         return await self._call.read()
 
 

@@ -28,7 +28,6 @@ from pagedkv.errors import (
     DeviceLost,
     Draining,
     NumericalError,
-    OutOfBlocks,
     QuotaExceeded,
     SequenceTooLong,
 )
@@ -123,12 +122,16 @@ class Engine:
         self._task.add_done_callback(self._note_end)
 
     async def stop(self, grace_seconds: float = 0.0) -> None:
-        """Refuse new requests, let those in the engine end for up to `grace_seconds`, cancel the rest."""
+        """Refuse new requests, let those in the engine end for up to `grace_seconds`, cancel the rest.
+
+        Those are told all the text that they have, also what was held back lest it begin a stop string.
+        """
         self._draining = True
         try:
             await asyncio.wait_for(self._idle.wait(), grace_seconds)
         except TimeoutError:
             for request in [*self._scheduler.running, *self._scheduler.waiting]:
+                request.release_text()
                 self._end(request, FinishReason.CANCELLED)
         self._is_stopped = True
         if self._task is not None:
@@ -139,8 +142,8 @@ class Engine:
         """Queue a request and return its stream.
 
         Raises InvalidArgument for an empty prompt or a token id outside the vocabulary, SequenceTooLong for a prompt
-        that leaves no room for a token, OutOfBlocks for one that the whole pool could not hold, QuotaExceeded when
-        too many requests wait, Draining after `stop`, DeviceLost once the device is lost.
+        that leaves no room for a token in the model's context, the limit configured or the whole pool, QuotaExceeded
+        when too many requests wait, Draining after `stop`, DeviceLost once the device is lost.
         """
         self._check_open()
         max_tokens = self._check_request(request)
@@ -166,15 +169,12 @@ class Engine:
         return stream
 
     def check_prompt_length(self, num_tokens: int) -> None:
-        """Raise SequenceTooLong or OutOfBlocks for a prompt that can never run."""
-        pool_tokens = self._cache.config.num_blocks * self._cache.config.block_size
-        if num_tokens > pool_tokens:
-            needed = -(-num_tokens // self._cache.config.block_size)
-            usage, total = self._cache.usage(), self._cache.config.num_blocks
-            raise OutOfBlocks(needed=needed, free=self._cache.num_available(), evictable=usage.cached, total=total)
-        if num_tokens >= self.max_model_len:
-            limit = self.max_model_len - 1
-            raise SequenceTooLong("the prompt leaves no room for a new token", num_tokens=num_tokens, limit=limit)
+        """Raise SequenceTooLong for a prompt that leaves no room in the model's context, as configured, or the pool."""
+        limit = self.max_model_len
+        if num_tokens > limit:
+            raise SequenceTooLong("the prompt is too long", num_tokens=num_tokens, limit=limit)
+        if num_tokens == limit:
+            raise SequenceTooLong("the prompt leaves no room for a new token", num_tokens=limit, limit=limit - 1)
 
     def _end_all(self, error: DeviceLost) -> None:
         """End every request with the error; `_check_open` refuses later ones by it."""

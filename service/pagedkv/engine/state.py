@@ -69,7 +69,7 @@ class RequestState:
         elif self.num_output_tokens >= self._max_tokens:
             self.finish_reason = FinishReason.LENGTH
         if self.finish_reason is not None and not is_stopped:
-            self._unsent_text += self._stop_checker.flush()
+            self.release_text()
 
     def _take_text(self, token_id: int, is_end: bool) -> tuple[str, bool]:
         """Return what a token makes certain of the text, and whether a stop string is complete.
@@ -84,6 +84,10 @@ class RequestState:
         return self._stop_checker.push(
             self._detokenizer.push_text(special) if special else self._detokenizer.push(token_id)
         )
+
+    def release_text(self) -> None:
+        """Let the text that was held back lest it begin a stop string be sent: no more will come."""
+        self._unsent_text += self._stop_checker.flush()
 
     def send(self) -> None:
         """Give the reader the text that became certain, and the end if there is one."""

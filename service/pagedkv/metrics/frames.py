@@ -35,6 +35,7 @@ class FrameSource:
         cache: CacheManager,
         layout: KvLayout,
         backend_name: str,
+        model_name: str | None = None,
         engine: Callable[[], EngineView | None] = lambda: None,
         num_generated: Callable[[], int] = lambda: 0,
         clock: Callable[[], float] = time.time,
@@ -42,6 +43,7 @@ class FrameSource:
         self._cache = cache
         self._layout = layout
         self._backend_name = backend_name
+        self._model_name = model_name
         self._engine = engine
         self._num_generated = num_generated
         self._clock = clock
@@ -84,6 +86,7 @@ class FrameSource:
             "num_host_blocks": self._cache.config.num_host_blocks,
             "dtype": str(self._layout.shape.dtype),
             "backend": self._backend_name,
+            "model": self._model_name,
             "states": list(STATE.values),
             "has_engine": self._engine() is not None,
         }

@@ -17,6 +17,7 @@ from importlib import resources
 from typing import Final
 from urllib.parse import unquote
 
+from pagedkv.address import Hold, address_text
 from pagedkv.errors import InvalidArgument, SequenceNotFound
 from pagedkv.loopback import is_loopback
 from pagedkv.metrics.connections import Connections, Kind
@@ -67,14 +68,15 @@ class Response:
 
 
 class MetricsServer:
-    """Serves one service's metrics. Start and stop it on the event loop that owns the cache."""
+    """Serves one service's metrics. Start and stop it on the event loop that owns the cache.
 
-    def __init__(self, metrics: ServiceMetrics, *, host: str = "127.0.0.1", port: int = 9400) -> None:
+    Without metrics it serves a service that is still loading, alive and not ready, until `show`.
+    """
+
+    def __init__(self, metrics: ServiceMetrics | None, *, host: str = "127.0.0.1", port: int = 9400) -> None:
         self.port = port
-        self._metrics = metrics
         self._host = host
         self._server: asyncio.Server | None = None
-        self._broadcaster = Broadcaster(metrics.frames)
         self._connections = Connections()
         self._routes: dict[str, Callable[[Request], Awaitable[Response]]] = {
             "/": self._page,
@@ -83,19 +85,29 @@ class MetricsServer:
             "/ready": self._ready,
             "/api/blocks": self._blocks,
         }
+        self._is_loading = metrics is None
+        if metrics is not None:
+            self.show(metrics)
+
+    def show(self, metrics: ServiceMetrics) -> None:
+        """Serve these metrics from now on."""
+        self._metrics, self._broadcaster, self._is_loading = metrics, Broadcaster(metrics.frames), False
 
     async def start(self) -> None:
         """Bind and serve; port 0 takes a free one. Raises InvalidArgument if the port is taken."""
+        hold = Hold(self._host, self.port, field="metrics_port")
         try:
             self._server = await asyncio.start_server(
-                self._connect, self._host, self.port, limit=_MAX_HEAD_BYTES, reuse_port=False
+                self._connect, self._host, hold.port, limit=_MAX_HEAD_BYTES, reuse_port=False
             )
         except OSError as error:
             raise InvalidArgument(
-                f"cannot listen on {self._host}:{self.port}: {error.strerror or error}",
+                f"cannot listen on {address_text(self._host, self.port)}: {error.strerror or error}",
                 field="metrics_port",
                 value=self.port,
             ) from error
+        finally:
+            hold.release()
         self.port = self._server.sockets[0].getsockname()[1]
 
     @property
@@ -116,7 +128,8 @@ class MetricsServer:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._broadcaster.stop()
+        if not self._is_loading:
+            await self._broadcaster.stop()
 
     # -- connections --------------------------------------------------------------------------------------------
 
@@ -141,7 +154,7 @@ class MetricsServer:
         request = await asyncio.wait_for(_read_request(reader), _DEADLINE_SECONDS)
         if isinstance(request, Response):
             await _send(reader, writer, request)
-        elif request.path != _EVENTS or request.method != "GET" or not self._is_allowed(request):
+        elif request.path != _EVENTS or request.method != "GET" or not self._is_shown(request):
             self._connections.enter(task, Kind.PROBE if request.path in _PROBES else Kind.PAGE)
             await _send(reader, writer, await self._answer(request), with_body=request.method != "HEAD")
         elif self._connections.has_room(Kind.STREAM):
@@ -155,6 +168,8 @@ class MetricsServer:
             return _problem(405, "only GET and HEAD")
         if not self._is_allowed(request):
             return _problem(403, "the Host header names another host")
+        if self._is_loading and request.path != "/health":
+            return _problem(503, "the service is still loading")
         route = self._routes.get(request.path)
         if route is not None:
             return await route(request)
@@ -163,6 +178,9 @@ class MetricsServer:
         if request.path.startswith("/api/blocks/"):
             return self._block(request.path.removeprefix("/api/blocks/"))
         return _problem(404, "no such page")
+
+    def _is_shown(self, request: Request) -> bool:
+        return not self._is_loading and self._is_allowed(request)
 
     def _is_allowed(self, request: Request) -> bool:
         """Whether the Host is this one: a page elsewhere must not reach a loopback port through a name of its own."""
@@ -179,7 +197,7 @@ class MetricsServer:
         return Response(200, body, content_type)
 
     async def _health(self, request: Request) -> Response:
-        healthy = self._metrics.is_healthy()
+        healthy = self._is_loading or self._metrics.is_healthy()
         return Response(200 if healthy else 503, b"ok\n" if healthy else b"failed\n", "text/plain; charset=utf-8")
 
     async def _ready(self, request: Request) -> Response:

@@ -18,7 +18,9 @@ from pagedkv.metrics.tracing import ObserverGroup, make_tracer
 class ServiceMetrics:
     """The metrics of one cache and, if there is one, its engine. Nothing is shared between two services."""
 
-    def __init__(self, cache: CacheManager, layout: KvLayout, *, backend_name: str) -> None:
+    def __init__(
+        self, cache: CacheManager, layout: KvLayout, *, backend_name: str, model_name: str | None = None
+    ) -> None:
         self.recorder = Recorder()
         self._collector = LiveCollector(cache, layout, backend_name, self.recorder)
         self._exposition = Exposition(self.recorder.store)
@@ -27,6 +29,7 @@ class ServiceMetrics:
             cache,
             layout,
             backend_name,
+            model_name,
             engine=lambda: self._collector.engine,
             num_generated=lambda: self.recorder.num_generated_tokens,
         )
@@ -56,6 +59,10 @@ class ServiceMetrics:
     def watch_health(self, is_healthy: Callable[[], bool]) -> None:
         """Ask this from now on whether the device is healthy, in place of the engine: there may be none."""
         self._collector.is_healthy = is_healthy
+
+    def watch_readiness(self, is_ready: Callable[[], bool]) -> None:
+        """Ask this from now on whether the service takes calls, which a healthy one that drains does not."""
+        self.is_ready = is_ready
 
     def watch_backend(self, backend: Any) -> None:
         """Time the backend's kernels and show its memory from now on."""

@@ -1,4 +1,4 @@
-"""`pagedkv top`: the page map of a running service in a terminal, fed by the same stream as the page."""
+"""The page map of a running service as text for a terminal, fed by the same stream as the page."""
 
 from __future__ import annotations
 
@@ -7,30 +7,39 @@ import json
 import urllib.request
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
+from http.client import BadStatusLine, HTTPException
 from typing import Any, Final
+from urllib.error import HTTPError
 from urllib.parse import urlsplit
 
 from rich.columns import Columns
 from rich.console import Group, RenderableType
-from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from pagedkv.config import require
 from pagedkv.errors import InvalidArgument
 from pagedkv.loopback import is_loopback
 
-_GLYPHS: Final = (  # by BlockState: distinct without colour too
-    ("·", "bright_black"),
-    ("░", "cyan"),
-    ("▓", "blue"),
-    ("█", "yellow"),
-    ("P", "magenta"),
-    ("~", "red"),
-)
-_SPARKS: Final = " ▁▂▃▄▅▆▇█"
+_STYLES: Final = ("bright_black", "cyan", "blue", "yellow", "magenta", "red")  # by BlockState, as the glyphs
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """What a terminal draws with."""
+
+    glyphs: str  # by BlockState: distinct without colour too
+    sparks: str  # from nothing to all
+    separator: str
+
+
+_UNICODE: Final = _Look("·░▓█P~", " ▁▂▃▄▅▆▇█", " · ")
+_ASCII: Final = _Look(".:o#P~", " .:-=+*#@", " | ")
 _MAP_ROWS, _HISTORY = 16, 60
 _STREAM_SECONDS: Final = 15.0
+_DEFAULT_PORT: Final = 9400
 
 Frame = dict[str, Any]
 
@@ -74,27 +83,41 @@ class PoolView:
             self.rates.append((frame["generated_tokens"] - self.figures["generated_tokens"]) / seconds)
 
 
-def run_top(url: str) -> None:
-    """Show a service's page pool until interrupted. Raises InvalidArgument if nothing answers at `url`."""
-    view = PoolView()
-    with Live(Text(f"connecting to {url} ..."), screen=True, refresh_per_second=10) as live:
-        try:
-            for frame in stream_frames(url):
-                if view.apply(frame) and view.pool:
-                    live.update(render(view, live.console.width))
-        except KeyboardInterrupt:
-            return
+def service_url(address: str) -> str:
+    """Return the URL of a metrics server given as a URL, host:port or host. Raises InvalidArgument."""
+    url = address if "://" in address else f"http://{address}"
+    try:
+        parts = urlsplit(url.rstrip("/"))
+        port = parts.port
+    except ValueError as error:
+        raise InvalidArgument(f"is no URL or host:port: {error}", field="url", value=address) from error
+    require(parts.scheme in ("http", "https") and bool(parts.hostname), "url", "must be http://HOST:PORT", address)
+    is_bare = "://" not in address and port is None
+    return f"{url}:{_DEFAULT_PORT}" if is_bare else parts.geturl()
 
 
 def stream_frames(url: str) -> Iterator[Frame]:
-    """Yield the service's frames as they come. Raises InvalidArgument if nothing answers."""
+    """Yield the service's frames as they come. Raises InvalidArgument if no service of ours answers."""
     try:
         with _opener(url).open(url.rstrip("/") + "/api/events", timeout=_STREAM_SECONDS) as response:
             for line in response:
                 if line.startswith(b"data: "):
                     yield json.loads(line[6:])
-    except (OSError, ValueError) as error:
-        raise InvalidArgument(f"no service answers at {url}: {error}", field="url", value=url) from error
+    except (OSError, ValueError, HTTPException) as error:
+        raise InvalidArgument(_explain(url, error), field="url", value=url) from error
+
+
+def _explain(url: str, error: Exception) -> str:
+    """Say what is wrong with an address, and what to do."""
+    if isinstance(error, HTTPError):
+        with error:
+            is_loading = error.code == 503
+        return f"the service at {url} is still loading" if is_loading else f"no service of ours is at {url}: {error}"
+    if isinstance(error, BadStatusLine | ConnectionResetError):
+        return f"{url} does not speak HTTP: it may be the gRPC port; the metrics port is {_DEFAULT_PORT} by default"
+    reason = getattr(error, "reason", error)
+    reason = getattr(reason, "strerror", None) or reason
+    return f"no service answers at {url} ({reason}); start one with `pagedkv serve`"
 
 
 def _opener(url: str) -> urllib.request.OpenerDirector:
@@ -103,29 +126,35 @@ def _opener(url: str) -> urllib.request.OpenerDirector:
     return urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if is_here else []))
 
 
-def render(view: PoolView, width: int) -> RenderableType:
-    """Draw a view for a terminal of this width."""
-    pool = view.pool
-    title = (
-        f"pagedkv · {pool['backend']} · {pool['num_blocks']} blocks of {pool['block_size']} tokens ({pool['dtype']})"
-    )
+def render(view: PoolView, width: int, *, ascii_only: bool = False) -> RenderableType:
+    """Draw a view for a terminal of this width, which may show no more than ASCII."""
+    pool, look = view.pool, _ASCII if ascii_only else _UNICODE
+    name = pool.get("model") or ("a model" if pool["has_engine"] else "no model")
+    size = f"{pool['num_blocks']} blocks of {pool['block_size']} tokens ({pool['dtype']})"
+    title = Text(look.separator.join(("pagedkv", name, pool["backend"], size)))
     return Group(
-        Panel(_map(view, max(20, width - 4)), title=title, border_style="bright_black"),
-        _legend(view.figures),
-        _figures(view),
+        Panel(
+            _map(view, max(20, width - 4), look),
+            title=title,
+            subtitle="q or Ctrl-C: quit",
+            subtitle_align="right",
+            border_style="bright_black",
+        ),
+        _legend(view.figures, look),
+        _figures(view, look),
         _memory(view.figures),
         _sequences(view, width),
     )
 
 
-def _map(view: PoolView, width: int) -> Text:
+def _map(view: PoolView, width: int, look: _Look) -> Text:
     """One glyph a block, or for a large pool one for several blocks: the state most of them are in."""
     per_cell = -(-len(view.states) // (width * _MAP_ROWS))
     text = Text()
     for column, start in enumerate(range(0, len(view.states), per_cell)):
         cell = view.states[start : start + per_cell]
-        glyph, style = _GLYPHS[max(range(len(_GLYPHS)), key=lambda state: (cell.count(state), state))]
-        text.append(glyph, style)
+        most = max(range(len(look.glyphs)), key=lambda state: (cell.count(state), state))
+        text.append(look.glyphs[most], _STYLES[most])
         if column % width == width - 1:
             text.append("\n")
     if per_cell > 1:
@@ -133,17 +162,17 @@ def _map(view: PoolView, width: int) -> Text:
     return text
 
 
-def _legend(figures: Frame) -> Columns:
+def _legend(figures: Frame, look: _Look) -> Columns:
     return Columns(
         [
             Text.assemble((glyph, style), f" {state.replace('_', ' ')} {count}")
-            for (state, count), (glyph, style) in zip(figures["blocks"].items(), _GLYPHS, strict=True)
+            for (state, count), glyph, style in zip(figures["blocks"].items(), look.glyphs, _STYLES, strict=True)
         ],
         padding=(0, 2),
     )
 
 
-def _figures(view: PoolView) -> Table:
+def _figures(view: PoolView, look: _Look) -> Table:
     figures = view.figures
     hit_rate = figures["hit_tokens"] / figures["queried_tokens"] if figures["queried_tokens"] else 0.0
     table = Table.grid(padding=(0, 3), expand=True)
@@ -170,7 +199,7 @@ def _figures(view: PoolView) -> Table:
     table.add_row(
         f"running {figures['running']}, waiting {figures['waiting']}",
         f"generated {figures['generated_tokens']}",
-        f"{view.rates[-1] if view.rates else 0:.0f} tokens/s {_sparkline(view.rates)}",
+        f"{view.rates[-1] if view.rates else 0:.0f} tokens/s {_sparkline(view.rates, look.sparks)}",
     )
     return table
 
@@ -202,9 +231,9 @@ def _sequences(view: PoolView, width: int) -> Table:
     return table
 
 
-def _sparkline(values: deque[float]) -> str:
+def _sparkline(values: deque[float], sparks: str) -> str:
     highest = max(values, default=0.0) or 1.0
-    return "".join(_SPARKS[round(value / highest * (len(_SPARKS) - 1))] for value in values)
+    return "".join(sparks[round(value / highest * (len(sparks) - 1))] for value in values)
 
 
 def size_text(num_bytes: float) -> str:

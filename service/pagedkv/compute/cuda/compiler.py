@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +16,7 @@ from typing import Any
 from pagedkv.compute.cuda.driver import unwrap
 from pagedkv.compute.cuda.kernels import Variant
 from pagedkv.errors import DeviceError
+from pagedkv.unfinished import replace_file
 
 OnCompile = Callable[[int, int, str], None]
 MOST_THREADS = 16  # that compile at the same time
@@ -188,8 +188,8 @@ class Compiler:
         try:
             self._cache_dir.mkdir(parents=True, exist_ok=True)
             digest = hashlib.sha256(binary.image).hexdigest()
-            _write(self._cache_dir / f"{key}.log", f"{digest}\n{binary.log}".encode())
-            _write(self._cache_dir / f"{key}.bin", binary.image)
+            replace_file(self._cache_dir / f"{key}.log", f"{digest}\n{binary.log}".encode())
+            replace_file(self._cache_dir / f"{key}.bin", binary.image)
         except OSError:
             pass  # a cache that cannot be written costs time only
         return binary
@@ -223,13 +223,6 @@ class Compiler:
         buffer = bytearray(size)  # not `b" " * size`: for size 1 that is the interpreter's own constant
         unwrap(getattr(self._nvrtc, f"nvrtcGet{what}")(program, buffer), f"nvrtcGet{what}")
         return bytes(buffer)
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Replace a file in one step: another process may read it."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        file.write(data)
-    os.replace(file.name, path)
 
 
 @cache

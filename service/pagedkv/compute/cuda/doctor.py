@@ -48,8 +48,11 @@ def examine_cuda(on_compile: OnCompile = lambda done, total, name: None, **stand
     findings = [_examine_driver(found)]
     try:
         compiler = Compiler()
-    except (ImportError, DeviceError) as error:
-        return [*findings, Finding("nvrtc", lack, str(error)), _examine_cublas(lack, **stand_ins)]
+    except ImportError:
+        missing = "not found, and kernels for a GPU need it: install pagedkv[cuda]"
+        return [*findings, Finding("nvrtc", lack, missing), _examine_cublas(lack, **stand_ins)]
+    except DeviceError as error:
+        return [*findings, Finding("nvrtc", lack, error.message), _examine_cublas(lack, **stand_ins)]
     findings += [_examine_compiler(compiler, found), _examine_sources()]
     findings += [_compile_all(compiler, found, on_compile), _examine_cublas(lack, **stand_ins)]
     return findings + ([_examine_device(**stand_ins)] if found.devices else [])

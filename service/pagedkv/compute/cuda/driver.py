@@ -134,7 +134,9 @@ class Driver:
         """Call a driver function and unwrap its result. Raises DeviceError, or DeviceLost where that is final."""
         try:
             result = getattr(self.module, name)(*args)
-        except RuntimeError as error:  # the library itself is not there
+        except RuntimeError as error:  # the library itself, or a function of it, is not there
+            if name == "cuInit":
+                raise DeviceError("no NVIDIA driver here", call=name) from error
             raise DeviceError(f"{name}: {error}", call=name) from error
         detail = "" if int(result[0]) == 0 or name == "cuInit" else self._error_text(result[0])
         return unwrap(result, name, detail)

@@ -20,7 +20,7 @@ def check_cuda(*, needs_cublas: bool, driver_module: Any = None, cublas: Any = N
     try:
         compiler = Compiler()
     except ImportError as error:
-        raise DeviceError(f"NVRTC is not there: {error}; install pagedkv[cuda]") from error
+        raise DeviceError("NVRTC is not there: install pagedkv[cuda]") from error
     target = choose_target(found.devices[0].capability, compiler.supported_archs())
     require_driver(found.driver_version, compiler.version, target.is_ptx)
     if needs_cublas and cublas is None and load_cublas() is None:
