@@ -19,7 +19,7 @@ from helpers.oracle import oracle_attention
 from pagedkv.compute.backend import AttentionBatch, AttentionParams, Rotation
 from pagedkv.compute.cuda.array import DeviceArray
 from pagedkv.compute.cuda.backend import CudaBackend
-from pagedkv.compute.cuda.kernels import choose_attention, plain_variant
+from pagedkv.compute.cuda.kernels import choose_attention, plain_variant, rope_write_variant, write_variant
 from pagedkv.compute.layout import KvLayout
 from pagedkv.dtypes import DType
 from virtual_gpu import VirtualDriver
@@ -197,7 +197,7 @@ def test_kn01_silu_mul_beyond_32_bits(far):
 
 @pytest.mark.parametrize(("source", "code"), [(np.float32, 1), (np.float32, 2), (np.float16, 0), (np.float16, 2)])
 def test_kn01_cast_beyond_32_bits(far, source, code):
-    values = np.arange(512).astype(source) / 4
+    values = (np.arange(512) % 251).astype(source)  # exact in each type
     got = last_of(far, 128, lambda b: b.cast(far_array(b, values, (FAR,)), code))
     wide = got.astype(np.uint32) << 16
     exact = {0: got, 1: got.view(np.float16) if code == 1 else got, 2: wide.view(np.float32)}[code]
@@ -270,6 +270,61 @@ def test_kn01_sample_beyond_32_bits(far):
         return tokens
 
     assert last_of(far, 1, operation)[0] == logits[-300:].argmax()
+
+
+@pytest.mark.parametrize("is_fused", [False, True], ids=["write_kv", "rope_write_kv"])
+def test_kn01_rows_beyond_32_bits_are_written(is_fused):
+    """The last of 2^26 tokens is stored, as its keys and values are found."""
+    layout, tokens = make_layout(2, 1, 64, 16, 2, 1), 2**26 + 2
+    backend, driver = make_virtual_backend(layout)
+    rows = [draw(4 * heads * 64, seed=heads) for heads in (2, 1, 1)]
+
+    def job() -> np.ndarray:
+        backend.write_block(0, np.zeros(layout.block_bytes, np.uint8))
+        shapes = ((tokens, heads, 64) for heads in (2, 1, 1))
+        queries, keys, values = (far_array(backend, row, shape) for row, shape in zip(rows, shapes, strict=True))
+        slots, inv_freq = far_array(backend, np.array([-1, -1, 3, 9]), (tokens,)), backend.from_host(np.ones(32, np.float32))
+        positions = far_array(backend, np.zeros(4, np.int32), (tokens,))
+        driver.config.last_ctas = 1
+        pool, strides = backend.pool.pointer, backend._pool_arguments
+        if is_fused:
+            arrays = (queries, keys, values, positions, slots, inv_freq)
+            pointers, variant = [array.pointer for array in arrays], rope_write_variant(layout.shape)
+            backend.device.launch(variant, (tokens, 1, 1), pool, *pointers, *strides, 2, 32, 0, 1.0)
+        else:
+            pointers = (pool, keys.pointer, values.pointer, slots.pointer)
+            count = 2 * tokens * 16
+            backend.device.launch_items(write_variant(layout.shape, 0), count, *pointers, tokens, *strides)
+        return backend.read_block(0)
+
+    stored = backend.submit(job).result().view(np.float32).reshape(2, 16, 64)
+    np.testing.assert_array_equal(stored[1, 9], rows[2][-64:])
+    if is_fused:  # whose CTA is a token, where the other's is a side
+        np.testing.assert_array_equal(stored[0, 9], rows[1][-64:])
+    driver.config.last_ctas = None
+    backend.close()
+    driver.assert_clean()
+
+
+def test_more_copies_than_a_grid_holds_are_all_made():
+    """The last of each launch is looked at; what the others would touch is not there."""
+    layout = make_layout(2, 1, 64, 8, 3, 1)
+    backend, driver = make_virtual_backend(layout)
+    targets = list(range(3, 66_003))
+    targets[65_534], targets[-1] = 1, 2
+
+    def job() -> list[np.ndarray]:
+        backend.write_block(0, np.arange(layout.block_bytes).astype(np.uint8))
+        backend.layout, driver.config.last_ctas = KvLayout(layout.shape, 70_000, 8), 1
+        backend.copy_blocks([(0, target) for target in targets])
+        return [backend.read_block(block) for block in (1, 2)]
+
+    for block in backend.submit(job).result():
+        np.testing.assert_array_equal(block, np.arange(layout.block_bytes).astype(np.uint8))
+    assert len([launch for launch in driver.launches if launch.kernel == "copy_blocks"]) == 2
+    driver.config.last_ctas = None
+    backend.close()
+    driver.assert_clean()
 
 
 def test_kn01_merge_states_beyond_32_bits(far):

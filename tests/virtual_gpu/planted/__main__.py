@@ -53,7 +53,7 @@ def run(faults: list[Fault], jobs: int, verbose: bool) -> int:
     with tempfile.TemporaryDirectory(prefix="planted-") as folder:
         trees = [Tree(Path(folder) / f"tree{n}", Path(folder) / "cache") for n in range(min(jobs, len(faults)))]
         tests = sorted({test for fault in faults for test in fault.tests})
-        code, output = trees[0].run(tests)
+        code, output = trees[0].run(tests, 3600)
         if code:
             print(output)
             raise SystemExit("the tests fail without any fault planted")
