@@ -283,7 +283,10 @@ def test_kn01_rows_beyond_32_bits_are_written(is_fused):
         backend.write_block(0, np.zeros(layout.block_bytes, np.uint8))
         shapes = ((tokens, heads, 64) for heads in (2, 1, 1))
         queries, keys, values = (far_array(backend, row, shape) for row, shape in zip(rows, shapes, strict=True))
-        slots, inv_freq = far_array(backend, np.array([-1, -1, 3, 9]), (tokens,)), backend.from_host(np.ones(32, np.float32))
+        slots, inv_freq = (
+            far_array(backend, np.array([-1, -1, 3, 9]), (tokens,)),
+            backend.from_host(np.ones(32, np.float32)),
+        )
         positions = far_array(backend, np.zeros(4, np.int32), (tokens,))
         driver.config.last_ctas = 1
         pool, strides = backend.pool.pointer, backend._pool_arguments

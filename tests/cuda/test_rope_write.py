@@ -94,7 +94,7 @@ def test_rope_write_any_number_of_heads_equals_rope_then_write(heads, kv_heads):
 @pytest.mark.parametrize("dtype", list(DType))
 @pytest.mark.parametrize(("heads", "kv_heads"), [(24, 8), (9, 3)])
 def test_rope_write_on_a_full_device_gives_a_warp_several_rows_and_equals_rope_then_write(heads, kv_heads, dtype):
-    """A large device does so from 89 tokens on: a warp's next row, of another kind, takes the place of the one before."""
+    """A large device does so from 89 tokens on. A warp's next row, of another kind, takes the place of the last one."""
     check(64, dtype, make_rotation(32), heads=heads, kv_heads=kv_heads, profile=replace(TWO_SMS, num_sms=1))
 
 

@@ -108,6 +108,24 @@ def test_what_passes_the_staging_limit_arrives_and_may_be_changed_at_once(schedu
     driver.assert_clean()
 
 
+@pytest.mark.xfail(reason="copies from pageable memory are not awaited", strict=False)
+def test_a_device_that_reads_pageable_memory_late_is_waited_for(monkeypatch):
+    monkeypatch.setattr(device_module, "STAGING_LIMIT", 0)
+    backend, driver = make_virtual_backend(make_layout(num_blocks=2))
+    driver.config.pageable_late = True
+    host = np.ones(300, np.float32)
+
+    def job() -> np.ndarray:
+        tensor = backend.from_host(host)
+        host[:] = 2
+        return backend.to_host(tensor)
+
+    try:
+        assert (backend.submit(job).result() == 1).all()
+    finally:
+        backend.close()
+
+
 @schedules
 def test_staging_buffers_of_unawaited_jobs_keep_what_each_put_there(schedule):
     backend, driver = make_virtual_backend(make_layout(num_blocks=2), schedule=schedule)

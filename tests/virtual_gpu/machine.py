@@ -22,11 +22,12 @@ MAX_LANES = 16384  # lanes run together
 
 @dataclass
 class Config:
-    """What a launch checks and counts."""
+    """What a launch checks and counts, and what is left to chance."""
 
     check_races: bool = True
     count: bool = True
     max_lanes: int = MAX_LANES
+    pageable_late: bool = False  # read pageable memory when a copy runs, as devices that share the host's tables do
     warp_seed: int | None = None  # let warps take turns at random, not all at the lowest block first
     last_ctas: int | None = None  # run only so many at a grid's end: for grids too large to run
 

@@ -104,10 +104,11 @@ class MemoryApi(DriverState):
         if known is not None and known < size:
             raise DriverError(CUresult.CUDA_ERROR_INVALID_VALUE, f"host buffer of {known} bytes, {size} to copy")
         pinned = self.memory.span(source, size) is not None
-        snapshot = None if pinned else np.frombuffer(ctypes.string_at(source, size), np.uint8)
+        is_late = self.config.pageable_late
+        snapshot = None if pinned or is_late else np.frombuffer(ctypes.string_at(source, size), np.uint8)
 
         def run() -> None:
-            data = snapshot
+            data = np.frombuffer(ctypes.string_at(source, size), np.uint8) if is_late and not pinned else snapshot
             if data is None:
                 data = self.memory.data[self._span_now(source, size, "pinned source")]
             span = self._span_now(target, size, "copy to device")

@@ -149,6 +149,16 @@ def test_pageable_memory_is_read_at_the_call():
     assert gpu.get(x, 8, np.float32).tolist() == [1.0] * 8
 
 
+def test_pageable_memory_may_be_read_as_late_as_the_copy_runs():
+    gpu = Gpu()
+    gpu.driver.config.pageable_late = True
+    stream, host, x = make_stream(gpu), np.ones(8, np.float32), gpu.empty(32)
+    ok(gpu.driver.cuMemcpyHtoDAsync(x, host, 32, stream))
+    host[:] = 2
+    ok(gpu.driver.cuStreamSynchronize(stream))
+    assert gpu.get(x, 8, np.float32).tolist() == [2.0] * 8
+
+
 def test_memory_freed_while_pending_work_uses_it_is_a_fault():
     gpu = Gpu()
     driver, stream = gpu.driver, make_stream(gpu)
@@ -264,7 +274,11 @@ MODES = ("GLOBAL", "THREAD_LOCAL", "RELAXED")
 
 
 def begin(gpu: Gpu, stream, mode: str) -> None:
-    ok(gpu.driver.cuStreamBeginCapture(stream, getattr(gpu.driver.CUstreamCaptureMode, f"CU_STREAM_CAPTURE_MODE_{mode}")))
+    ok(
+        gpu.driver.cuStreamBeginCapture(
+            stream, getattr(gpu.driver.CUstreamCaptureMode, f"CU_STREAM_CAPTURE_MODE_{mode}")
+        )
+    )
 
 
 def elsewhere(gpu: Gpu, call, *args):
@@ -275,8 +289,14 @@ def elsewhere(gpu: Gpu, call, *args):
 
 @pytest.mark.parametrize(
     ("mode", "is_own", "is_allowed"),
-    [("GLOBAL", True, False), ("THREAD_LOCAL", True, False), ("RELAXED", True, True)]
-    + [("GLOBAL", False, False), ("THREAD_LOCAL", False, True), ("RELAXED", False, True)],
+    [
+        ("GLOBAL", True, False),
+        ("THREAD_LOCAL", True, False),
+        ("RELAXED", True, True),
+        ("GLOBAL", False, False),
+        ("THREAD_LOCAL", False, True),
+        ("RELAXED", False, True),
+    ],
 )
 @pytest.mark.parametrize("call", ["cuMemAlloc", "cuMemFree", "cuModuleLoadData", "cuEventQuery", "cuMemHostAlloc"])
 def test_an_unsafe_call_breaks_the_captures_whose_mode_forbids_it(mode, is_own, is_allowed, call):

@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
 from fnmatch import fnmatch
 from pathlib import Path
 from queue import SimpleQueue
@@ -50,8 +51,9 @@ def attempt_all(faults: list[Fault], trees: list[Tree]) -> Iterator[tuple[Fault,
 def run(faults: list[Fault], jobs: int, verbose: bool) -> int:
     """Attempt the faults and print a line each; return how many the tests did not catch."""
     start, missed = time.monotonic(), []
-    with tempfile.TemporaryDirectory(prefix="planted-") as folder:
-        trees = [Tree(Path(folder) / f"tree{n}", Path(folder) / "cache") for n in range(min(jobs, len(faults)))]
+    with tempfile.TemporaryDirectory(prefix="planted-") as folder, ExitStack() as held:
+        places = [Path(folder) / f"tree{number}" for number in range(min(jobs, len(faults)))]
+        trees = [held.enter_context(Tree(place, Path(folder) / "cache")) for place in places]
         tests = sorted({test for fault in faults for test in fault.tests})
         code, output = trees[0].run(tests, 3600)
         if code:
@@ -82,7 +84,9 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     faults = choose(load_faults(), args.names, args.part)
     old = stale(faults)
-    print("\n".join([f"{f.name:44}{f.what}" for f in faults] if args.list else old), end="\n" if args.list or old else "")
+    print(
+        "\n".join([f"{f.name:44}{f.what}" for f in faults] if args.list else old), end="\n" if args.list or old else ""
+    )
     if args.list or args.check or old:
         return int(bool(old))
     return int(run(faults, max(1, args.jobs), args.verbose) > 0)
