@@ -151,9 +151,9 @@ def test_attend_on_a_small_device_gives_a_partition_more_keys_than_the_fewest(ke
 
 
 @kernels
-def test_attend_in_a_hundred_partitions_equals_the_oracle(kernel):
-    """More than a warp has lanes: their states are merged in several turns, most of them empty for short contexts."""
-    check_kernel(kernel, [1600, 40], partitions=(16,), profile=replace(SMALL, num_sms=1000))
+def test_attend_in_more_partitions_than_a_warp_has_lanes_equals_the_oracle(kernel):
+    """Forty: their states are merged in two turns, most of them empty for the short context."""
+    check_kernel(kernel, [2600, 40], partitions=(16,), profile=replace(SMALL, num_sms=1000))
 
 
 @pytest.mark.parametrize("dtype", SIXTEEN_BIT)
