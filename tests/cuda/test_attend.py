@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 
 from helpers.attention_cases import (
+    Case,
     assert_close,
     attend,
     blocks_needed,
@@ -15,17 +20,20 @@ from helpers.attention_cases import (
     make_layout,
     poison,
 )
-from helpers.cuda import make_virtual_backend
+from helpers.cuda import SMALL, make_virtual_backend
 from pagedkv.compute.backend import AttentionParams
 from pagedkv.compute.cuda.attention import choose_partitions, make_tiles
 from pagedkv.compute.cuda.kernels import choose_attention
 from pagedkv.compute.layout import KvLayout
 from pagedkv.config import KvShape
 from pagedkv.dtypes import DType
+from virtual_gpu.profile import TWO_SMS, Profile
 
 FLOATS = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
 SIXTEEN_BIT = (DType.FLOAT16, DType.BFLOAT16)
 CORES_TOLERANCE, TENSOR_TOLERANCE = 2e-6, 2e-3
+LONG = 333  # keys: six tiles in one partition, more than a ring of stages holds; six partitions of 64
+PARTITIONS = (64, 1024)  # fewest keys of one
 DECODE_TOLERANCE = {DType.FLOAT16: 2e-6, DType.BFLOAT16: 2e-5}  # queries and weights in two parts
 
 
@@ -37,26 +45,44 @@ def check(
     *,
     tensor_cores: bool = False,
     tolerance: float | None = None,
+    partitions: Sequence[int] = PARTITIONS,
+    profile: Profile = SMALL,
 ) -> None:
-    """Attend on a pool poisoned with NaN, with shuffled tables, and compare with the oracle."""
-    backend, driver = make_virtual_backend(layout, min_partition=64, tensor_cores=tensor_cores)
+    """Attend on a pool poisoned with NaN, with shuffled tables, and compare with the oracle.
+
+    A sequence of LONG keys, with as many queries as any has, joins those given; all are attended to in partitions of
+    each size.
+    """
+    context_lens, query_lens = [*context_lens, LONG], [*query_lens, max(query_lens)]
     case = make_case(layout, context_lens, query_lens, np.random.default_rng(len(context_lens)))
-    poison(backend)
-    fill(backend, case, 1)
-    result = attend(backend, case, 1, params)
-    backend.close()
-    driver.assert_clean()
+    exact = expected(case, params)
+    release_blocks_behind_the_window(layout, case, params)
     rows = max(query_lens) * layout.shape.group_size
     kernel = choose_attention(layout.shape, rows, tensor_cores).name
-    assert kernel in {stats.kernel for stats in driver.launches}
-    default = TENSOR_TOLERANCE if tensor_cores else CORES_TOLERANCE
-    assert_close(result, expected(case, params), tolerance or default)
+    for size in partitions:
+        backend, driver = make_virtual_backend(layout, min_partition=size, tensor_cores=tensor_cores, profile=profile)
+        poison(backend)
+        fill(backend, case, 1)
+        result = attend(backend, case, 1, params)
+        backend.close()
+        driver.assert_clean()
+        assert kernel in {stats.kernel for stats in driver.launches}
+        assert_close(result, exact, tolerance or (TENSOR_TOLERANCE if tensor_cores else CORES_TOLERANCE))
+
+
+def release_blocks_behind_the_window(layout: KvLayout, case: Case, params: AttentionParams | None) -> None:
+    """Make table entries that no query sees an impossible id."""
+    if params is None or params.window is None:
+        return
+    for table, length, queries in zip(case.batch.block_tables, case.batch.context_lens, case.query_lens, strict=True):
+        oldest = max(0, int(length) - max(queries, 1) - params.window + 1)
+        table[: oldest // layout.block_size] = 2**31 - 1
 
 
 def layout_for(
     context_lens: list[int], *, heads: int, kv_heads: int, head_dim: int, block_size: int, dtype: DType
 ) -> KvLayout:
-    num_blocks = blocks_needed(context_lens, block_size) + 3
+    num_blocks = blocks_needed([*context_lens, LONG], block_size) + 3
     return make_layout(heads, kv_heads, head_dim, block_size, num_blocks, 2, dtype)
 
 
@@ -87,7 +113,47 @@ def test_attend_any_block_size_and_boundary_length_equals_the_oracle(block_size)
 def test_attend_several_hundred_keys_split_over_partitions_equals_the_oracle(dtype):
     lens = [500, 3, 129]
     layout = layout_for(lens, heads=4, kv_heads=1, head_dim=64, block_size=16, dtype=dtype)
-    check(layout, lens, [1, 1, 2])
+    check(layout, lens, [1, 1, 2], partitions=(64, 192))
+
+
+KERNELS = {"attend": (False, 2), "attend_decode": (True, 2), "attend_mma": (True, 9)}  # tensor cores, queries
+kernels = pytest.mark.parametrize("kernel", KERNELS)
+
+
+def check_kernel(kernel: str, lens: list[int], params: AttentionParams | None = None, **options: Any) -> None:
+    """Check one kernel on groups of 2 heads, each sequence with as many queries as the kernel is for."""
+    tensor_cores, num_queries = KERNELS[kernel]
+    dtype, block_size = options.pop("dtype", DType.FLOAT16), options.pop("block_size", 16)
+    query_lens = [num_queries] * len(lens)
+    kv_heads = options.pop("kv_heads", 1)
+    layout = layout_for(lens, heads=2 * kv_heads, kv_heads=kv_heads, head_dim=64, block_size=block_size, dtype=dtype)
+    tolerance = DECODE_TOLERANCE[dtype] if kernel == "attend_decode" else None
+    check(layout, lens, query_lens, params, tensor_cores=tensor_cores, tolerance=tolerance, **options)
+
+
+@kernels
+@pytest.mark.parametrize("window", [None, 70])
+def test_attend_to_every_residue_of_length_and_of_a_windows_begin_equals_the_oracle(kernel, window):
+    """64 lengths in a row: the last tile ends, and the window begins, at every key of a tile."""
+    check_kernel(kernel, list(range(70, 134)), AttentionParams(window=window), partitions=(64, 96))
+
+
+@kernels
+@pytest.mark.parametrize("block_size", [8, 16, 32, 64, 128])
+def test_attend_any_block_size_and_kernel_equals_the_oracle(block_size, kernel):
+    check_kernel(kernel, [block_size + 9, 2 * block_size + 1], block_size=block_size, kv_heads=3)
+
+
+@kernels
+def test_attend_on_a_small_device_gives_a_partition_more_keys_than_the_fewest(kernel):
+    """Two SMs are soon full: few partitions, whose even length is rounded up to whole tiles."""
+    check_kernel(kernel, [700, 641, 257, 193, 9], partitions=(16,), profile=TWO_SMS, kv_heads=4)
+
+
+@kernels
+def test_attend_in_more_partitions_than_a_warp_has_lanes_equals_the_oracle(kernel):
+    """Forty: their states are merged in two turns, most of them empty for the short context."""
+    check_kernel(kernel, [2600, 40], partitions=(16,), profile=replace(SMALL, num_sms=1000))
 
 
 @pytest.mark.parametrize("dtype", SIXTEEN_BIT)

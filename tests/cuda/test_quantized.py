@@ -19,6 +19,8 @@ from pagedkv.compute.layout import KvLayout
 from pagedkv.dtypes import DType
 from virtual_gpu import Profile
 
+LONG = 333  # keys: six tiles in one partition, more than a ring of stages holds; six partitions of 64
+PARTITIONS = (64, 1024)  # fewest keys of one
 KINDS: dict[DType, Any] = {DType.INT8: np.int8, DType.FLOAT8_E4M3: ml_dtypes.float8_e4m3fn}
 quantized = pytest.mark.parametrize("dtype", KINDS)
 
@@ -56,21 +58,24 @@ def check_attend(
     tensor_cores: bool = False,
     profile: Profile = SMALL,
 ) -> None:
-    """Attend on a pool poisoned with NaN.
+    """Attend on a pool poisoned with NaN, in partitions of each size; a sequence of LONG keys joins those given.
 
     CUDA cores give float32 arithmetic on what is stored, so do tensor cores for few rows; for many they give 2e-3.
     """
-    backend, driver = make_virtual_backend(layout, min_partition=64, tensor_cores=tensor_cores, profile=profile)
+    lens, query_lens = [*lens, LONG], [*query_lens, max(query_lens)]
+    layout = replace(layout, num_blocks=blocks_needed(lens, layout.block_size) + 2)
     case = make_case(layout, lens, query_lens, np.random.default_rng(len(lens)))
-    poison_pool(backend)
-    fill(backend, case, 1)
-    result = attend(backend, case, 1, params)
-    exact = expected(as_stored(layout, read_blocks(backend), case, 1), params)
-    backend.close()
-    driver.assert_clean()
     kernel = choose_attention(layout.shape, max(query_lens) * layout.shape.group_size, tensor_cores).name
-    assert_close(result, exact, 2e-3 if kernel == "attend_mma" else 2e-6)
-    assert kernel in {stats.kernel for stats in driver.launches}
+    for size in PARTITIONS:
+        backend, driver = make_virtual_backend(layout, min_partition=size, tensor_cores=tensor_cores, profile=profile)
+        poison_pool(backend)
+        fill(backend, case, 1)
+        result = attend(backend, case, 1, params)
+        exact = expected(as_stored(layout, read_blocks(backend), case, 1), params)
+        backend.close()
+        driver.assert_clean()
+        assert_close(result, exact, 2e-3 if kernel == "attend_mma" else 2e-6)
+        assert kernel in {stats.kernel for stats in driver.launches}
 
 
 @quantized

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from helpers.attention_cases import make_layout, poison
-from helpers.cuda import make_virtual_backend
+from helpers.cuda import SMALL, make_virtual_backend
 from helpers.numpy_dense import NumpyBackend
 from pagedkv.compute.backend import Rotation
 from pagedkv.compute.cuda.backend import CudaBackend
@@ -16,6 +18,7 @@ from pagedkv.config import KvShape
 from pagedkv.dtypes import DType
 from pagedkv.errors import InvalidArgument
 from virtual_gpu.counters import LaunchStats
+from virtual_gpu.profile import TWO_SMS, Profile
 
 POSITIONS = np.array([0, 5, 777, 131_071, 16], np.int32)
 SLOTS = np.array([9, 31, -1, 8, 0])
@@ -44,10 +47,12 @@ def rope_write(
     return backend.submit(job).result()
 
 
-def check(head_dim: int, dtype: DType, rotation: Rotation, *, heads: int = 6, kv_heads: int = 2) -> None:
+def check(
+    head_dim: int, dtype: DType, rotation: Rotation, *, heads: int = 6, kv_heads: int = 2, profile: Profile = SMALL
+) -> None:
     """Rotated rows against float64; the stored bytes against those of `write_kv` of the rotated rows."""
     layout = make_layout(heads, kv_heads, head_dim, 8, 4, 2, dtype)
-    backend, driver = make_virtual_backend(layout)
+    backend, driver = make_virtual_backend(layout, profile=profile)
     rows = draw_rows(heads, kv_heads, head_dim)
     poison(backend)
     after = rope_write(backend, 1, rows, SLOTS, rotation)
@@ -84,6 +89,13 @@ def test_rope_write_of_part_of_the_head_dim_leaves_the_rest_alone(num_pairs, int
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (3, 3), (7, 1), (24, 8)])
 def test_rope_write_any_number_of_heads_equals_rope_then_write(heads, kv_heads):
     check(64, DType.FLOAT16, make_rotation(32), heads=heads, kv_heads=kv_heads)
+
+
+@pytest.mark.parametrize("dtype", list(DType))
+@pytest.mark.parametrize(("heads", "kv_heads"), [(24, 8), (9, 3)])
+def test_rope_write_on_a_full_device_gives_a_warp_several_rows_and_equals_rope_then_write(heads, kv_heads, dtype):
+    """A large device does so from 89 tokens on. A warp's next row, of another kind, takes the place of the last one."""
+    check(64, dtype, make_rotation(32), heads=heads, kv_heads=kv_heads, profile=replace(TWO_SMS, num_sms=1))
 
 
 def test_rope_write_without_tokens_launches_nothing():

@@ -15,6 +15,7 @@ from pagedkv.dtypes import DType
 
 Results = dict[str, np.ndarray]
 _SLOTS = np.array([5, 70, -1, 33, 34, 35, 36, 90, 6, 7, 8, 127, 0, 1], np.int64)
+_ROPE_TOKENS = 600  # so many that a large device, too, gives a warp more than one of a token's 12 rows
 _COPIES = [(0, 7), (7, 0), (2, 3), (4, 6)]  # one pair swapped, as if all sources were read first
 
 
@@ -46,8 +47,10 @@ def results(options: dict[str, Any]) -> Results:
     found: Results = {}
     for dtype in STORAGE_CODES:
         found |= _run(dtype, {**options, "tensor_cores": False}, _pool_results, str(dtype))
-    for dtype in (DType.FLOAT16, DType.BFLOAT16):
+    for dtype in (dtype for dtype in STORAGE_CODES if dtype is not DType.FLOAT32):
         found |= _run(dtype, {**options, "tensor_cores": True}, _pool_results, f"{dtype} tensor")
+    for dtype in (DType.FLOAT16, DType.INT8):
+        found |= _run(dtype, options, _rope_results, str(dtype))
     return found | _run(DType.FLOAT32, options, _dense_results, "float32")
 
 
@@ -68,7 +71,6 @@ def _pool_results(backend: CudaBackend) -> Results:
     layout = backend.layout
     for block_id in range(layout.num_blocks):
         backend.write_block(block_id, np.zeros(layout.block_bytes, np.uint8))
-    rotation = Rotation((10_000.0 ** (-np.arange(32) / 32)).astype(np.float32), interleaved=False)
     for layer in (0, 1):
         keys, values = (backend.from_host(_floats(128, 2, 64, seed=layer + side)) for side in (0, 5))
         backend.write_kv(layer, keys, values, np.random.default_rng(layer).permutation(128))
@@ -90,9 +92,24 @@ def _pool_results(backend: CudaBackend) -> Results:
             result = backend.attend(1, query, batch, AttentionParams(window=window, soft_cap=30.0))
             found[f"{name} window {window} output"] = backend.to_host(result.output)
             found[f"{name} window {window} lse"] = backend.to_host(result.lse)
-    q, k, v = (backend.from_host(_floats(3, heads, 64, seed=6)) for heads in (8, 2, 2))
-    backend.rope_write_kv(0, q, k, v, np.array([5, 900, 0], np.int32), np.array([3, -1, 40], np.int64), rotation)
-    return found | {"rope_write_kv query": backend.to_host(q), "rope_write_kv key": backend.to_host(k)}
+    return found | _rope_results(backend, 3)
+
+
+def _rope_results(backend: CudaBackend, num_tokens: int = _ROPE_TOKENS) -> Results:
+    """Rotate and write tokens, of which every fifth has a slot."""
+    layout = backend.layout
+    rotation = Rotation((10_000.0 ** (-np.arange(32) / 32)).astype(np.float32), interleaved=False)
+    q, k, v = (backend.from_host(_floats(num_tokens, heads, 64, seed=6)) for heads in (8, 2, 2))
+    slots, written = np.full(num_tokens, -1), np.random.default_rng(6).permutation(128)
+    slots[::5] = written[: len(slots[::5])]
+    for block in range(layout.num_blocks):
+        backend.write_block(block, np.zeros(layout.block_bytes, np.uint8))
+    backend.rope_write_kv(0, q, k, v, np.arange(num_tokens, dtype=np.int32) * 7, slots, rotation)
+    side = layout.value_stride * layout.shape.dtype.itemsize  # keys may differ in a bit where sines do, values not
+    block = int(slots[0]) // layout.block_size
+    values = backend.read_block(block)[side : 2 * side]
+    found = {"values": values, "query": backend.to_host(q), "key": backend.to_host(k)}
+    return {f"rope_write_kv of {num_tokens} {name}": array for name, array in found.items()}
 
 
 def _dense_results(backend: CudaBackend) -> Results:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,7 @@ class Problem:
     params: AttentionParams = field(default_factory=AttentionParams)
     shuffled: bool = True
     tensor_cores: bool | None = None
+    min_partition: int = 64
 
     @property
     def layout(self) -> KvLayout:
@@ -53,7 +54,7 @@ class Problem:
         """One line that names the shape."""
         lens = f"{len(self.context_lens)} x {max(self.context_lens)}"
         heads = f"{self.num_heads}/{self.num_kv_heads}x{self.head_dim}"
-        return f"{lens} q{max(self.query_lens)} {heads} B{self.block_size} {self.dtype}"
+        return f"{lens} q{max(self.query_lens)} {heads} B{self.block_size} {self.dtype} P{self.min_partition}"
 
 
 def batch_of(problem: Problem, rng: np.random.Generator) -> AttentionBatch:
@@ -91,7 +92,8 @@ def attention_error(problem: Problem, **backend_options: Any) -> float:
     lens = [(length, shape.num_kv_heads, shape.head_dim) for length in problem.context_lens]
     keys, values = ([representable(rng.standard_normal(s), problem.dtype) for s in lens] for _ in range(2))
     queries = rng.standard_normal((sum(problem.query_lens), shape.num_heads, shape.head_dim)).astype(np.float32)
-    backend = CudaBackend(layout, tensor_cores=problem.tensor_cores, **backend_options)
+    options = {"tensor_cores": problem.tensor_cores, "min_partition": problem.min_partition}
+    backend = CudaBackend(layout, **options, **backend_options)
 
     def job() -> tuple[np.ndarray, np.ndarray]:
         for block_id in range(layout.num_blocks):
@@ -113,7 +115,11 @@ def attention_error(problem: Problem, **backend_options: Any) -> float:
 
 
 def correctness_problems(tiny: bool) -> list[Problem]:
-    """Return the problems to check: every dtype, head dim, group size, path and option."""
+    """Return the problems to check: the shapes of tests/cuda, which are those that the kernels branch on.
+
+    Every dtype, head dim, group size, block size, path and option, with several hundred keys in one partition and in
+    many; lengths and windows that end and begin at every key of a tile.
+    """
     small = Problem((33, 1, 0), (1, 1, 0), 4, 2, 64)
     if tiny:
         return [small, Problem((40,), (20,), 4, 2, 64, tensor_cores=True), Problem((70,), (1,), 3, 1, 80)]
@@ -136,4 +142,22 @@ def correctness_problems(tiny: bool) -> list[Problem]:
         AttentionParams(sinks=sinks),
     ]
     found += [Problem(mixed, queries, 8, 2, params=p, tensor_cores=c) for p in options for c in (False, True)]
-    return [*found, Problem((131072,), (1,), 1, 1, 128)]
+    found += [replace(problem, min_partition=1024) for problem in found]  # a CTA sees many tiles
+    return [*found, *branching_problems(), Problem((131072,), (1,), 1, 1, 128)]
+
+
+def branching_problems() -> list[Problem]:
+    """Return every block size, every residue of a length and of a window's begin, and forty partitions."""
+    paths = ((False, 1), (True, 1), (True, 9))  # tensor cores, queries: attend, attend_decode, attend_mma
+    residues, many = tuple(range(70, 134)), (2600, 40)
+    found = []
+    for cores, queries in paths:
+        common = {"num_heads": 6, "num_kv_heads": 3, "head_dim": 64, "tensor_cores": cores}
+        for block in (8, 16, 32, 64, 128):
+            lens = (block + 9, 2 * block + 1, 333)
+            found.append(Problem(lens, (queries,) * 3, block_size=block, **common))
+        for window in (None, 70):
+            params = AttentionParams(window=window)
+            found.append(Problem(residues, (queries,) * 64, params=params, min_partition=96, **common))
+        found.append(Problem(many, (queries,) * 2, min_partition=16, **common))
+    return found

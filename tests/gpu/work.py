@@ -138,7 +138,7 @@ class Work:
         rows = max(problem.query_lens) * problem.layout.shape.group_size
         kernel = choose_attention(problem.layout.shape, rows, problem.tensor_cores).name
         tolerance = {"attend": CORES_TOLERANCE, "attend_decode": DECODE_TOLERANCE}.get(kernel, TENSOR_TOLERANCE)
-        error = attention_error(problem, min_partition=64, **self._plain)
+        error = attention_error(problem, **self._plain)
         return {"problem": problem.label, "path": kernel, "error": error, "ok": bool(error <= tolerance)}
 
     def do_operations(self) -> list[dict[str, Any]]:

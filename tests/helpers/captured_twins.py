@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from cuda.bindings import driver as real
 
+from helpers.cuda import poison_given_back
 from pagedkv.compute.backend import AttentionBatch
 from pagedkv.compute.cuda.backend import CudaBackend
 from pagedkv.compute.layout import KvLayout
@@ -75,7 +76,9 @@ class CountingDriver(VirtualDriver):
 def open_backend(layout: KvLayout, **options: Any) -> tuple[CudaBackend, CountingDriver]:
     driver = CountingDriver(PROFILE)
     stand_ins = {"driver_module": driver, "cublas": ColumnwiseCublas(driver), "emit_ptx": True}
-    return CudaBackend(layout, min_partition=MIN_PARTITION, **stand_ins, **options), driver
+    backend = CudaBackend(layout, min_partition=MIN_PARTITION, **stand_ins, **options)
+    poison_given_back(backend, driver)
+    return backend, driver
 
 
 class Twins:

@@ -9,6 +9,7 @@ from typing import Any
 
 from pagedkv.cli.assemble import BackendOpener
 from pagedkv.cli.backends import open_cuda
+from pagedkv.compute.cuda.array import Allocation, ScratchMemory
 from pagedkv.compute.cuda.backend import CudaBackend
 from pagedkv.compute.layout import KvLayout
 from virtual_gpu import VirtualDriver
@@ -22,7 +23,22 @@ def make_virtual_backend(
     layout: KvLayout, *, schedule: str | int = "lazy", profile: Profile = SMALL, **options: Any
 ) -> tuple[CudaBackend, VirtualDriver]:
     driver = VirtualDriver(profile, schedule=schedule)
-    return CudaBackend(layout, driver_module=driver, cublas=VirtualCublas(driver), emit_ptx=True, **options), driver
+    backend = CudaBackend(layout, driver_module=driver, cublas=VirtualCublas(driver), emit_ptx=True, **options)
+    poison_given_back(backend, driver)
+    return backend, driver
+
+
+def poison_given_back(backend: CudaBackend, driver: VirtualDriver) -> None:
+    """Let every array that scratch memory hands out hold bytes that nobody wrote, whatever lay there before."""
+
+    class Poisoned(ScratchMemory):
+        def allocate(self, nbytes: int) -> Allocation:
+            owner = super().allocate(nbytes)
+            driver.poison(owner.pointer, backend.device.streams.compute)
+            return owner
+
+    for memory in (backend.device.scratch, backend.graphs._memory):
+        memory.__class__ = Poisoned
 
 
 @contextmanager

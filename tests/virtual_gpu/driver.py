@@ -19,7 +19,7 @@ from virtual_gpu.faults import GpuFault, UnsupportedPtx
 from virtual_gpu.machine import Config
 from virtual_gpu.memory import DeviceMemory
 from virtual_gpu.profile import SM_80, Profile
-from virtual_gpu.queues import Event, Op, Scheduler, Stream
+from virtual_gpu.queues import Capture, Event, Op, Scheduler, Stream
 
 CUresult = real.CUresult
 _FAULT_CODES = {
@@ -109,6 +109,19 @@ class DriverState:
         return found
 
     def stream(self, handle: Any) -> Stream:
+        """Return the stream that work is to go to. Raises DriverError where a capture forbids that."""
+        stream = self.any_stream(handle)
+        if stream.capture is not None and stream.capture.is_invalid:
+            raise DriverError(CUresult.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED, "the capture was broken before")
+        if stream is self.scheduler.null:
+            self._break(
+                [c for s in self.scheduler.streams.values() if s.is_blocking and (c := s.capture)],
+                CUresult.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT,
+                "the legacy stream would wait for a blocking stream that is captured",
+            )
+        return stream
+
+    def any_stream(self, handle: Any) -> Stream:
         number = int(handle) if handle is not None else 0
         stream = self.scheduler.streams.get(0 if number in (0, 1, 2) else number)
         if stream is None:
@@ -132,9 +145,32 @@ class DriverState:
         if self.faults:
             raise self.faults[0]
 
-    def require_not_capturing(self, what: str) -> None:
-        if any(s.capture is not None for s in self.scheduler.streams.values()):
-            raise DriverError(CUresult.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, f"{what} while a stream is captured")
+    def _captures(self) -> list[Capture]:
+        found = {id(s.capture): s.capture for s in self.scheduler.streams.values() if s.capture is not None}
+        return list(found.values())
+
+    def _break(self, captures: list[Capture], code: Any, what: str) -> None:
+        """Invalidate captures, if any, and raise for it."""
+        for capture in captures:
+            capture.is_invalid = True
+        if captures:
+            raise DriverError(code, what)
+
+    def require_safe(self, what: str) -> None:
+        """Refuse a "potentially unsafe" call, as the documentation of cuThreadExchangeStreamCaptureMode states it.
+
+        The calling thread's own captures forbid it unless they are relaxed, other threads' only if they are global;
+        what they forbid breaks them.
+        """
+        mine, thread = getattr(self.contexts, "capture_mode", "GLOBAL"), threading.get_ident()
+        own = [c for c in self._captures() if c.thread == thread and c.mode != "RELAXED" and mine != "RELAXED"]
+        others = [c for c in self._captures() if c.thread != thread and c.mode == "GLOBAL" and mine == "GLOBAL"]
+        refused = CUresult.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
+        self._break(own + others, refused, f"{what} while a stream is captured")
+
+    def require_none_captured(self, what: str) -> None:
+        """Refuse what waits for the whole context."""
+        self._break(self._captures(), CUresult.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, f"{what} while one is captured")
 
 
 def address_and_size(host: Any) -> tuple[int, int | None]:

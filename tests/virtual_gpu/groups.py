@@ -37,6 +37,8 @@ class BatchRun:
         launch, blocks, kernel = self.launch, self.blocks, self.kernel
         last = len(kernel.blocks)
         self.add(0, np.flatnonzero(launch.live))
+        if launch.config.warp_seed is not None:
+            self._run_by_chance(np.random.default_rng([launch.config.warp_seed, launch.number]))
         while self.waiting:
             current = min(self.waiting)
             lanes = self.waiting.pop(current)
@@ -52,6 +54,25 @@ class BatchRun:
                 self._exit(lanes)
         if self.num_at_barrier:
             self._report_deadlock()
+
+    def _run_by_chance(self, rng: np.random.Generator) -> None:
+        """Some warps, drawn at random, run one block at a time; within a warp it is the lowest block as ever."""
+        last, num_warps = len(self.kernel.blocks), self.frame.num_lanes // 32
+        while self.waiting:
+            lowest = np.full(num_warps, last)
+            for block in sorted(self.waiting, reverse=True):
+                lowest[self.waiting[block] >> 5] = block
+            current = int(rng.choice(np.unique(lowest[lowest < last]))) if (lowest < last).any() else last
+            lanes = self.waiting.pop(current)
+            goes = (lowest[lanes >> 5] == current) & (rng.random(num_warps) < 0.5)[lanes >> 5]
+            self.add(current, lanes[~goes])
+            if not goes.any():
+                continue
+            if current < last:
+                self._execute(current, lanes[goes], self.blocks)
+                self.add(*self._advance(current, lanes[goes]))
+            else:
+                self._exit(lanes[goes])
 
     def _execute(self, current: int, lanes: Lanes, blocks: list[BoundBlock | None]) -> None:
         block, launch, frame = blocks[current], self.launch, self.frame

@@ -52,6 +52,7 @@ class Gpu:
     def put(self, array: np.ndarray) -> int:
         pointer = ok(self.driver.cuMemAlloc(array.nbytes))
         ok(self.driver.cuMemcpyHtoD(pointer, np.ascontiguousarray(array), array.nbytes))
+        ok(self.driver.cuStreamSynchronize(0))  # other streams do not wait for that copy
         return int(pointer)
 
     def empty(self, nbytes: int) -> int:

@@ -86,7 +86,7 @@ def _argument_bytes(value: Any, kind: Any) -> bytes:
 class LaunchApi(MemoryApi):
     @api(1)
     def cuModuleLoadData(self, image: Any) -> Any:
-        self.require_not_capturing("loading a module")
+        self.require_safe("loading a module")
         text = _image_text(image)
         if text.startswith(b"\x7fELF"):
             raise DriverError(CUresult.CUDA_ERROR_INVALID_IMAGE, "the virtual GPU loads PTX, not CUBIN")
@@ -120,6 +120,7 @@ class LaunchApi(MemoryApi):
 
     @api()
     def cuModuleUnload(self, hmod: Any) -> None:
+        self.require_safe("unloading a module")
         module = self.lookup(hmod, Module)
         for handle in (int(hmod), *module.functions.values()):
             del self.handles[handle]

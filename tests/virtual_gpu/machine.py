@@ -22,11 +22,14 @@ MAX_LANES = 16384  # lanes run together
 
 @dataclass
 class Config:
-    """What a launch checks and counts."""
+    """What a launch checks and counts, and what is left to chance."""
 
     check_races: bool = True
     count: bool = True
     max_lanes: int = MAX_LANES
+    pageable_late: bool = False  # read pageable memory when a copy runs, as devices that share the host's tables do
+    warp_seed: int | None = None  # let warps take turns at random, not all at the lowest block first
+    last_ctas: int | None = None  # run only so many at a grid's end: for grids too large to run
 
 
 class Launch:
@@ -86,9 +89,10 @@ class Launch:
         """Execute all CTAs. Raises GpuFault."""
         threads = self.block[0] * self.block[1] * self.block[2]
         padded = -(-threads // 32) * 32
-        batch = max(1, min(self.num_ctas, self.config.max_lanes // padded))
+        start = max(0, self.num_ctas - (self.config.last_ctas or self.num_ctas))
+        batch = max(1, min(self.num_ctas - start, self.config.max_lanes // padded))
         with np.errstate(all="ignore"):
-            for first in range(0, self.num_ctas, batch):
+            for first in range(start, self.num_ctas, batch):
                 self._run_batch(first, min(batch, self.num_ctas - first))
         return LaunchStats.of(self)
 

@@ -20,7 +20,7 @@ class MemoryApi(DriverState):
     def _allocate(self, size: int, is_host: bool) -> Allocation:
         if size <= 0:
             raise DriverError(CUresult.CUDA_ERROR_INVALID_VALUE, f"allocation of {size} bytes")
-        self.require_not_capturing("allocation")
+        self.require_safe("allocation")
         try:
             allocation = self.memory.allocate(int(size), is_host)
         except OutOfMemory:
@@ -65,11 +65,12 @@ class MemoryApi(DriverState):
 
     @api()
     def cuMemFree(self, dptr: Any) -> None:
-        self.require_not_capturing("free")
+        self.require_safe("free")
         self._free(dptr, False)
 
     @api()
     def cuMemFreeHost(self, p: Any) -> None:
+        self.require_safe("free")
         self._free(p, True)
 
     @api(2)
@@ -103,10 +104,11 @@ class MemoryApi(DriverState):
         if known is not None and known < size:
             raise DriverError(CUresult.CUDA_ERROR_INVALID_VALUE, f"host buffer of {known} bytes, {size} to copy")
         pinned = self.memory.span(source, size) is not None
-        snapshot = None if pinned else np.frombuffer(ctypes.string_at(source, size), np.uint8)
+        is_late = self.config.pageable_late
+        snapshot = None if pinned or is_late else np.frombuffer(ctypes.string_at(source, size), np.uint8)
 
         def run() -> None:
-            data = snapshot
+            data = np.frombuffer(ctypes.string_at(source, size), np.uint8) if is_late and not pinned else snapshot
             if data is None:
                 data = self.memory.data[self._span_now(source, size, "pinned source")]
             span = self._span_now(target, size, "copy to device")
@@ -150,17 +152,21 @@ class MemoryApi(DriverState):
 
     @api()
     def cuMemcpyHtoD(self, dstDevice: Any, srcHost: Any, ByteCount: int) -> None:
-        self.require_not_capturing("cuMemcpyHtoD")
-        self._finish(self._to_device(dstDevice, srcHost, ByteCount, self.scheduler.null))
+        self.require_safe("cuMemcpyHtoD")
+        """A pageable source is staged when the call returns, its way to the device may still be under way."""
+        stream = self.stream(0)
+        op = self._to_device(dstDevice, srcHost, ByteCount, stream)
+        if self.memory.span(address_and_size(srcHost)[0], ByteCount) is not None:
+            self._finish(op)
 
     @api()
     def cuMemcpyDtoH(self, dstHost: Any, srcDevice: Any, ByteCount: int) -> None:
-        self.require_not_capturing("cuMemcpyDtoH")
-        self._finish(self._to_host(dstHost, srcDevice, ByteCount, self.scheduler.null)[0])
+        self.require_safe("cuMemcpyDtoH")
+        self._finish(self._to_host(dstHost, srcDevice, ByteCount, self.stream(0))[0])
 
     @api()
     def cuMemcpyDtoD(self, dstDevice: Any, srcDevice: Any, ByteCount: int) -> None:
-        self._on_device(dstDevice, srcDevice, ByteCount, self.scheduler.null)
+        self._on_device(dstDevice, srcDevice, ByteCount, self.stream(0))
 
     @api()
     def cuMemcpyHtoDAsync(self, dstDevice: Any, srcHost: Any, ByteCount: int, hStream: Any) -> None:
@@ -191,15 +197,15 @@ class MemoryApi(DriverState):
 
     @api()
     def cuMemsetD8(self, dstDevice: Any, uc: int, N: int) -> None:
-        self._set(dstDevice, uc, N, 1, self.scheduler.null)
+        self._set(dstDevice, uc, N, 1, self.stream(0))
 
     @api()
     def cuMemsetD16(self, dstDevice: Any, us: int, N: int) -> None:
-        self._set(dstDevice, us, N, 2, self.scheduler.null)
+        self._set(dstDevice, us, N, 2, self.stream(0))
 
     @api()
     def cuMemsetD32(self, dstDevice: Any, ui: int, N: int) -> None:
-        self._set(dstDevice, ui, N, 4, self.scheduler.null)
+        self._set(dstDevice, ui, N, 4, self.stream(0))
 
     @api()
     def cuMemsetD8Async(self, dstDevice: Any, uc: int, N: int, hStream: Any) -> None:
@@ -214,6 +220,17 @@ class MemoryApi(DriverState):
         self._set(dstDevice, ui, N, 4, self.stream(hStream))
 
     # for tests
+
+    def poison(self, pointer: int, stream: Any) -> None:
+        """Make an allocation's bytes in stream order what they are when it is new: nobody wrote them."""
+        found = self.memory.live[pointer]
+        span = slice(found.offset, found.offset + found.size)
+
+        def run() -> None:
+            self.memory.data[span] = 0xFF
+            self.memory.shadow[span] = checks.UNINITIALISED
+
+        self.scheduler.enqueue(self.stream(stream), "poison", run, (pointer,))
 
     def view(self, pointer: Any, size: int) -> Any:
         """The bytes of device memory as they are now (a NumPy view); pending work is not run."""

@@ -32,3 +32,5 @@ SM_90 = Profile(
     shared_per_sm=228 << 10,
     l2_bytes=50 << 20,
 )
+# So small that a few dozen tokens fill it: what a large device does with thousands of them happens here with few.
+TWO_SMS = Profile("Virtual GPU (two SMs)", num_sms=2, memory_bytes=64 << 20, host_bytes=64 << 20)

@@ -46,6 +46,9 @@ class Event:
 @dataclass(eq=False)
 class Capture:
     origin: Stream
+    mode: str  # GLOBAL, THREAD_LOCAL or RELAXED
+    thread: int  # that began it
+    is_invalid: bool = False  # by a call that the mode forbids
     nodes: list[Op] = field(default_factory=list)
 
 

@@ -149,6 +149,16 @@ def test_pageable_memory_is_read_at_the_call():
     assert gpu.get(x, 8, np.float32).tolist() == [1.0] * 8
 
 
+def test_pageable_memory_may_be_read_as_late_as_the_copy_runs():
+    gpu = Gpu()
+    gpu.driver.config.pageable_late = True
+    stream, host, x = make_stream(gpu), np.ones(8, np.float32), gpu.empty(32)
+    ok(gpu.driver.cuMemcpyHtoDAsync(x, host, 32, stream))
+    host[:] = 2
+    ok(gpu.driver.cuStreamSynchronize(stream))
+    assert gpu.get(x, 8, np.float32).tolist() == [2.0] * 8
+
+
 def test_memory_freed_while_pending_work_uses_it_is_a_fault():
     gpu = Gpu()
     driver, stream = gpu.driver, make_stream(gpu)
@@ -258,6 +268,127 @@ def test_synchronising_or_allocating_during_a_capture_is_refused():
     assert driver.cuStreamSynchronize(stream)[0] == refused
     assert driver.cuMemAlloc(64)[0] == refused
     assert driver.cuModuleLoadData(compile_cuda(ADD_ONE))[0] == refused
+
+
+MODES = ("GLOBAL", "THREAD_LOCAL", "RELAXED")
+
+
+def begin(gpu: Gpu, stream, mode: str) -> None:
+    ok(
+        gpu.driver.cuStreamBeginCapture(
+            stream, getattr(gpu.driver.CUstreamCaptureMode, f"CU_STREAM_CAPTURE_MODE_{mode}")
+        )
+    )
+
+
+def elsewhere(gpu: Gpu, call, *args):
+    """Make a call on another thread, in the same context; return its code's name."""
+    with ThreadPoolExecutor(1, initializer=lambda: gpu.driver.cuCtxSetCurrent(0xC0)) as pool:
+        return pool.submit(call, *args).result()[0].name.removeprefix("CUDA_")
+
+
+@pytest.mark.parametrize(
+    ("mode", "is_own", "is_allowed"),
+    [
+        ("GLOBAL", True, False),
+        ("THREAD_LOCAL", True, False),
+        ("RELAXED", True, True),
+        ("GLOBAL", False, False),
+        ("THREAD_LOCAL", False, True),
+        ("RELAXED", False, True),
+    ],
+)
+@pytest.mark.parametrize("call", ["cuMemAlloc", "cuMemFree", "cuModuleLoadData", "cuEventQuery", "cuMemHostAlloc"])
+def test_an_unsafe_call_breaks_the_captures_whose_mode_forbids_it(mode, is_own, is_allowed, call):
+    gpu = Gpu()
+    driver, stream = gpu.driver, make_stream(gpu)
+    args = {"cuMemAlloc": (64,), "cuMemHostAlloc": (64, 0), "cuModuleLoadData": (compile_cuda(ADD_ONE),)}
+    args |= {"cuMemFree": (gpu.empty(64),), "cuEventQuery": (make_event(gpu),)}
+    begin(gpu, stream, mode)
+    function = getattr(driver, call)
+    code = function(*args[call])[0].name[5:] if is_own else elsewhere(gpu, function, *args[call])
+    end = driver.cuStreamEndCapture(stream)[0].name[5:]
+    refused = ("ERROR_STREAM_CAPTURE_UNSUPPORTED", "ERROR_STREAM_CAPTURE_INVALIDATED")
+    assert (code, end) == (("SUCCESS", "SUCCESS") if is_allowed else refused)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_waiting_for_the_context_breaks_a_capture_of_any_mode(mode):
+    gpu = Gpu()
+    stream = make_stream(gpu)
+    begin(gpu, stream, mode)
+    assert elsewhere(gpu, gpu.driver.cuCtxSynchronize) == "ERROR_STREAM_CAPTURE_UNSUPPORTED"
+    assert gpu.driver.cuStreamEndCapture(stream)[0].name == "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_capture_ends_on_its_own_thread_unless_it_is_relaxed(mode):
+    gpu = Gpu()
+    stream = make_stream(gpu)
+    begin(gpu, stream, mode)
+    wanted = "SUCCESS" if mode == "RELAXED" else "ERROR_STREAM_CAPTURE_WRONG_THREAD"
+    assert elsewhere(gpu, gpu.driver.cuStreamEndCapture, stream) == wanted
+
+
+@pytest.mark.parametrize("is_blocking", [False, True])
+def test_the_legacy_stream_breaks_the_capture_of_a_blocking_stream(is_blocking):
+    gpu = Gpu()
+    driver, x = gpu.driver, gpu.empty(64)
+    stream = ok(driver.cuStreamCreate(0)) if is_blocking else make_stream(gpu)
+    begin(gpu, stream, "THREAD_LOCAL")
+    wanted = "ERROR_STREAM_CAPTURE_IMPLICIT" if is_blocking else "SUCCESS"
+    assert elsewhere(gpu, driver.cuMemsetD8Async, x, 0, 64, 0) == wanted
+    code = driver.cuStreamEndCapture(stream)[0].name
+    assert code == ("CUDA_ERROR_STREAM_CAPTURE_INVALIDATED" if is_blocking else "CUDA_SUCCESS")
+
+
+def test_a_thread_that_is_relaxed_may_do_what_global_captures_forbid():
+    gpu = Gpu()
+    driver, stream = gpu.driver, make_stream(gpu)
+    modes = driver.CUstreamCaptureMode
+    begin(gpu, stream, "GLOBAL")
+    before = ok(driver.cuThreadExchangeStreamCaptureMode(modes.CU_STREAM_CAPTURE_MODE_RELAXED))
+    assert before == modes.CU_STREAM_CAPTURE_MODE_GLOBAL
+    ok(driver.cuMemAlloc(64))
+    ok(driver.cuStreamEndCapture(stream))
+
+
+def test_a_pageable_source_is_staged_at_the_call_and_a_pinned_one_copied_by_its_end():
+    gpu = Gpu()
+    driver, x = gpu.driver, gpu.empty(64)
+    ok(driver.cuMemcpyHtoD(x, np.ones(8, np.float32), 32))
+    assert not driver.is_initialised_range(x, 32)  # no stream but the legacy one waits for the rest of its way
+    ok(driver.cuMemcpyHtoD(x + 32, pinned(gpu, 8), 32))
+    assert driver.is_initialised_range(x, 64)
+
+
+def test_poisoned_memory_is_as_new_in_stream_order():
+    gpu = Gpu()
+    driver, stream, function = gpu.driver, make_stream(gpu), gpu.function(compile_cuda(ADD_ONE))
+    x = gpu.put(np.zeros(32, np.float32))
+    gpu.launch(function, 1, 32, x, stream=stream)
+    driver.poison(x, stream)
+    gpu.launch(function, 1, 32, x, stream=stream)
+    assert int(driver.cuStreamSynchronize(stream)[0]) != 0
+    assert [fault.kind for fault in driver.faults] == ["uninitialised read"]
+    assert len(driver.launches) == 1
+
+
+TURNS = """extern "C" __global__ void k(int* order, int* next) {
+    if (threadIdx.x % 32 == 0) for (int i = 0; i < 3; i++) order[atomicAdd(next, 1)] = threadIdx.x / 32; }"""
+
+
+def test_warps_take_turns_by_seed():
+    orders = set()
+    for seed in (None, *range(6)):
+        gpu = Gpu()
+        gpu.driver.config.warp_seed = seed
+        order, count = gpu.put(np.full(12, -1, np.int32)), gpu.put(np.zeros(1, np.int32))
+        gpu.run(gpu.function(compile_cuda(TURNS)), 1, 128, order, count)
+        turns = gpu.get(order, 12, np.int32).tolist()
+        assert sorted(turns) == sorted([0, 1, 2, 3] * 3)
+        orders.add(tuple(turns))
+    assert len(orders) > 3
 
 
 def test_a_graph_destroyed_while_a_launch_is_pending_is_a_fault():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 from virtual_gpu.driver import CUresult, DriverError, api, real
@@ -123,7 +124,7 @@ class ContextApi(LaunchApi):
 
     @api()
     def cuCtxSynchronize(self) -> None:
-        self.require_not_capturing("cuCtxSynchronize")
+        self.require_none_captured("cuCtxSynchronize")
         self.scheduler.complete_all()
 
     @api(1, needs_context=False)
@@ -158,7 +159,7 @@ class StreamApi(ContextApi):
     @api()
     def cuStreamDestroy(self, hStream: Any) -> None:
         """Work already queued is completed first (a real driver lets it run on)."""
-        stream = self.stream(hStream)
+        stream = self.any_stream(hStream)
         self.scheduler.complete_stream(stream)
         del self.scheduler.streams[stream.handle]
 
@@ -166,6 +167,7 @@ class StreamApi(ContextApi):
     def cuStreamSynchronize(self, hStream: Any) -> None:
         stream = self.stream(hStream)
         if stream.capture is not None:
+            stream.capture.is_invalid = True
             raise DriverError(CUresult.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, "synchronising a captured stream")
         self.scheduler.complete_stream(stream)
 
@@ -215,6 +217,7 @@ class StreamApi(ContextApi):
 
     @api()
     def cuEventQuery(self, hEvent: Any) -> None:
+        self.require_safe("cuEventQuery")
         event = self.lookup(hEvent, Event)
         if event.last is not None and not event.last.is_done:
             if event.last.capture is not None:
@@ -229,6 +232,8 @@ class StreamApi(ContextApi):
         start, end = self.lookup(hStart, Event), self.lookup(hEnd, Event)
         if not (start.has_timing and end.has_timing) or start.last is None or end.last is None:
             raise DriverError(CUresult.CUDA_ERROR_INVALID_HANDLE, "events without timing or record")
+        if start.last.capture is not None or end.last.capture is not None:
+            raise DriverError(CUresult.CUDA_ERROR_CAPTURED_EVENT, "the event was recorded in a capture")
         if not (start.last.is_done and end.last.is_done):
             raise DriverError(CUresult.CUDA_ERROR_NOT_READY)
         return end.time - start.time
@@ -247,19 +252,32 @@ class VirtualDriver(StreamApi):
         stream = self.stream(hStream)
         if stream is self.scheduler.null or stream.capture is not None:
             raise DriverError(CUresult.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, "null stream or already capturing")
-        stream.capture, stream.captured_last, stream.waits = Capture(stream), None, []
+        name = real.CUstreamCaptureMode(mode).name.removeprefix("CU_STREAM_CAPTURE_MODE_")
+        capture = Capture(stream, name, threading.get_ident())
+        stream.capture, stream.captured_last, stream.waits = capture, None, []
+
+    @api(1)
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> Any:
+        """Set which captures forbid this thread unsafe calls; return what did before."""
+        before = getattr(self.contexts, "capture_mode", "GLOBAL")
+        self.contexts.capture_mode = real.CUstreamCaptureMode(mode).name.removeprefix("CU_STREAM_CAPTURE_MODE_")
+        return getattr(real.CUstreamCaptureMode, f"CU_STREAM_CAPTURE_MODE_{before}")
 
     @api(1)
     def cuStreamEndCapture(self, hStream: Any) -> Any:
-        stream = self.stream(hStream)
+        stream = self.any_stream(hStream)
         capture = stream.capture
         if capture is None or capture.origin is not stream:
             raise DriverError(CUresult.CUDA_ERROR_ILLEGAL_STATE, "the stream did not begin a capture")
+        if capture.mode != "RELAXED" and capture.thread != threading.get_ident():
+            raise DriverError(CUresult.CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD, "another thread began the capture")
         joined = self._ancestors(stream)
         others = [s for s in self.scheduler.streams.values() if s.capture is capture and s is not stream]
         for member in (stream, *others):
             member.capture, member.captured_last = None, None
             member.waits = [w for w in member.waits if w.capture is None]
+        if capture.is_invalid:
+            raise DriverError(CUresult.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED, "a forbidden call broke the capture")
         if any(id(node) not in joined for node in capture.nodes):
             raise DriverError(CUresult.CUDA_ERROR_STREAM_CAPTURE_UNJOINED, "work on another stream was not joined")
         return real.CUgraph(self.new_handle(Graph(capture.nodes)))
@@ -277,7 +295,7 @@ class VirtualDriver(StreamApi):
 
     @api(1)
     def cuStreamIsCapturing(self, hStream: Any) -> Any:
-        is_active = self.stream(hStream).capture is not None
+        is_active = self.any_stream(hStream).capture is not None
         return _CAPTURE.CU_STREAM_CAPTURE_STATUS_ACTIVE if is_active else _CAPTURE.CU_STREAM_CAPTURE_STATUS_NONE
 
     @api(1)
