@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from pagedkv.errors import QuotaExceeded
+from pagedkv.rpc.freed_memory import FreedMemory, find_trim
 
 CALL_BYTES: Final = 16 * 2**10  # that each call counts besides its message
 _SMALL_MESSAGE_BYTES: Final = 64 * 2**10
@@ -20,6 +21,7 @@ class BytesInFlight:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
+        self._freed = FreedMemory(find_trim())
         self._waiting: list[asyncio.Future[None]] = []
         self.num_bytes = 0
 
@@ -46,6 +48,7 @@ class BytesInFlight:
     def give_back(self, num_bytes: int) -> None:
         """Forget a message that is done with."""
         self.num_bytes -= num_bytes
+        self._freed.note(num_bytes, is_idle=self.num_bytes == 0)
         waiting, self._waiting = self._waiting, []
         for future in waiting:
             if not future.done():
