@@ -17,7 +17,7 @@ from grpc.aio import AbortError, ServerInterceptor
 
 from pagedkv.errors import InvalidArgument, PagedKvError
 from pagedkv.rpc.admission import BytesInFlight, OpenStreams, ReceivingTurns
-from pagedkv.rpc.intake import Parser, parser_of
+from pagedkv.rpc.intake import LARGE_BYTES, Parser, parser_of
 from pagedkv.rpc.status import code_of, refusal, to_status
 
 _log = logging.getLogger(__name__)
@@ -124,7 +124,7 @@ class ErrorInterceptor(ServerInterceptor):
             raise InvalidArgument("is missing", field="request")
         num_bytes = self._in_flight.take(len(data))
         context.add_done_callback(lambda _: self._in_flight.give_back(num_bytes))
-        return parse(data)
+        return await _parsed(parse, data)
 
     async def _read_stream(self, parse: Parser, context: Any, held: ExitStack) -> AsyncIterator[Any]:
         """Return the requests of a stream; the bytes of each count until the next one is asked for, or `held` ends."""
@@ -133,7 +133,7 @@ class ErrorInterceptor(ServerInterceptor):
             while (data := await context.read()) is not grpc.aio.EOF:
                 await self._in_flight.room_for(len(data))
                 held.enter_context(self._in_flight.holding(len(data)))
-                yield parse(data)
+                yield await _parsed(parse, data)
                 held.close()
 
         return requests()
@@ -161,6 +161,11 @@ class ErrorInterceptor(ServerInterceptor):
         self._note(method, "INTERNAL", seconds)
         message = f"internal error {error_id}; the server's log explains it"
         await context.abort_with_status(refusal(grpc.StatusCode.INTERNAL, PagedKvError.reason, message))
+
+
+async def _parsed(parse: Parser, data: bytes) -> Any:
+    """Parse a message, a large one off the loop."""
+    return await asyncio.to_thread(parse, data) if len(data) > LARGE_BYTES else parse(data)
 
 
 def _is_callers(context: Any) -> bool:

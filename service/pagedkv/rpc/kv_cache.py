@@ -226,7 +226,7 @@ class KvCacheService(kv_cache_pb2_grpc.KvCacheServicer):
         request = arrived.message
         check_own_id("sequence_id", request.sequence_id)
         layer = request.layer if request.HasField("layer") else None
-        keys, values = read_new_rows(arrived, layer, self._shape)
+        keys, values = await arrived.read(read_new_rows, layer, self._shape)
         num_tokens = keys.shape[0] if layer is not None else keys.shape[1]
         require(num_tokens >= 1, "keys.shape", "must hold at least one token", list(keys.shape), 1)
         token_ids = read_token_ids(request.token_ids, num_tokens)
@@ -254,7 +254,7 @@ class KvCacheService(kv_cache_pb2_grpc.KvCacheServicer):
 
     async def _attend(self, arrived: TensorRequest[kv_cache_pb2.AttendRequest]) -> bytes:
         self._check_device()
-        call = read_attend(arrived, self._shape, self._limits.max_message_bytes)
+        call = await arrived.read(read_attend, self._shape, self._limits.max_message_bytes)
         done = await self._batcher.run(call)
         return to_attend_answer(done.output, done.lse, done.seconds)
 
