@@ -26,7 +26,7 @@ NUM_HEADS, HEAD_DIM = 8, 64
 COLUMNS = ("load", "before, MiB", "peak", "after", "bound of the growth", "answers")
 SETTLE_SECONDS, SAMPLE_SECONDS, CALL_SECONDS = 2.0, 0.005, 300.0
 OPTIONS = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))
-MESSAGE_BYTES, INFLIGHT_BYTES, SEQUENCE_BYTES, MAX_SEQUENCES = 64 * 2**20, 256 * 2**20, 2_048, 65_536
+MESSAGE_BYTES, INFLIGHT_BYTES, SEQUENCE_BYTES, MAX_SEQUENCES = 64 * 2**20, 256 * 2**20, 2_048, 16_384
 KEPT_BYTES = 128 * 2**20  # by the C library before it is told to give memory back
 # eight messages of a connection being received, one of them copied, and those that count as in flight
 RECEIVED_BYTES = 8 * MESSAGE_BYTES + 3 * MESSAGE_BYTES + INFLIGHT_BYTES + KEPT_BYTES
@@ -78,7 +78,7 @@ class PeakWatch:
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="bench memory-bounds", description=__doc__)
-    parser.add_argument("--sequences", type=int, default=100_000, help="empty sequences to ask for")
+    parser.add_argument("--sequences", type=int, default=50_000, help="empty sequences to ask for")
     options = parser.parse_args(argv)
     shape = {"heads": NUM_HEADS, "kv-heads": 2, "head-dim": HEAD_DIM, "layers": 1, "blocks": 1024}
     arguments = ["serve", "--no-model", "--backend", "cpu", *(f"--{name}={value}" for name, value in shape.items())]

@@ -53,7 +53,7 @@ class ServerConfig:
     max_streams: int = 4096
     max_watches: int = 1024
     max_connections: int = 1024
-    max_sequences: int = 65_536
+    max_sequences: int = 16_384
     max_known_tokens: int = 2**27
     min_ping_interval_ms: int = 5_000  # clients that ping every 10 s must not come too early by a hair
 

@@ -40,7 +40,7 @@ class KvCacheStub:
     one). With its elements it is at most the server's message size, 64 MiB unless configured, as is every answer. Over
     all clients, refused with RESOURCE_EXHAUSTED (QUOTA_EXCEEDED, RetryInfo) and the same figures: max_inflight_bytes
     (256 MiB) of requests that are not answered yet, each counting 16 KiB besides its own, of which large ones leave an
-    eighth to those of up to 64 KiB; max_streams (4,096) open streams; max_sequences (65,536) live sequences;
+    eighth to those of up to 64 KiB; max_streams (4,096) open streams; max_sequences (16,384) live sequences;
     max_known_tokens (2^27) tokens that live sequences began with, by their token ids or their parents.
     """
 
@@ -137,7 +137,7 @@ class KvCacheServicer:
     one). With its elements it is at most the server's message size, 64 MiB unless configured, as is every answer. Over
     all clients, refused with RESOURCE_EXHAUSTED (QUOTA_EXCEEDED, RetryInfo) and the same figures: max_inflight_bytes
     (256 MiB) of requests that are not answered yet, each counting 16 KiB besides its own, of which large ones leave an
-    eighth to those of up to 64 KiB; max_streams (4,096) open streams; max_sequences (65,536) live sequences;
+    eighth to those of up to 64 KiB; max_streams (4,096) open streams; max_sequences (16,384) live sequences;
     max_known_tokens (2^27) tokens that live sequences began with, by their token ids or their parents.
     """
 
@@ -341,7 +341,7 @@ class KvCache:
     one). With its elements it is at most the server's message size, 64 MiB unless configured, as is every answer. Over
     all clients, refused with RESOURCE_EXHAUSTED (QUOTA_EXCEEDED, RetryInfo) and the same figures: max_inflight_bytes
     (256 MiB) of requests that are not answered yet, each counting 16 KiB besides its own, of which large ones leave an
-    eighth to those of up to 64 KiB; max_streams (4,096) open streams; max_sequences (65,536) live sequences;
+    eighth to those of up to 64 KiB; max_streams (4,096) open streams; max_sequences (16,384) live sequences;
     max_known_tokens (2^27) tokens that live sequences began with, by their token ids or their parents.
     """
 
