@@ -85,7 +85,8 @@ def parse_tensors(data: bytes, kind: type[M]) -> TensorRequest[M]:
 
 
 def _parse(data: bytes, parse: Parser, limit: int) -> Any:
-    require(len(data) <= limit, "request", f"must be at most {limit} bytes besides tensors", len(data), limit)
+    num_bytes = len(data)
+    require(num_bytes <= limit, "request", f"must be at most {limit} bytes, tensors' elements aside", num_bytes, limit)
     try:
         return parse(data)
     except DecodeError:

@@ -28,6 +28,7 @@ from pagedkv.rpc.limits import (
     MAX_PAGE_TOKEN_LENGTH,
     MAX_REQUEST_ID_LENGTH,
     MAX_SALT_BYTES,
+    MAX_SEQUENCES,
     CacheLimits,
     check_answer,
     check_length,
@@ -46,6 +47,7 @@ from pagedkv.v1 import kv_cache_pb2, kv_cache_pb2_grpc
 _log = logging.getLogger(__name__)
 WaitingCall = Call[AttendCall, Attended]
 _MAX_PAGE_SIZE, _DEFAULT_PAGE_SIZE = 1000, 100
+_MAX_PLANNED = 512  # calls planned at a time
 _ENTRY_BYTES = 64  # that a sequence in a page takes besides its message, and a page besides its sequences
 
 
@@ -263,13 +265,15 @@ class KvCacheService(kv_cache_pb2_grpc.KvCacheServicer):
     def _launch(self, calls: Sequence[WaitingCall]) -> tuple[list[WaitingCall], asyncio.Future[Any] | None]:
         """Run the calls in as few jobs as they allow; those that write to a sequence already written to are left.
 
+        So are those behind what can be planned without holding the loop up.
         All is committed after all is planned: a commit may give duplicate blocks back, which must not be handed out
         to a later plan of the same job.
         """
         left: list[WaitingCall] = []
         written: set[str] = set()
         groups: dict[tuple[object, ...], list[tuple[WaitingCall, AttendPlan]]] = {}
-        for call in calls:
+        num_planned = _num_together(calls)
+        for call in calls[:num_planned]:
             if call.request.rows is not None and not written.isdisjoint(call.request.ids):
                 left.append(call)
             elif (plan := self._plan(call)) is not None:
@@ -279,6 +283,7 @@ class KvCacheService(kv_cache_pb2_grpc.KvCacheServicer):
         for group in groups.values():
             for _, plan in group:
                 self._cache.commit_batch(plan.reservations)
+        left += calls[num_planned:]
         return left, asyncio.gather(*work, return_exceptions=True) if work else None
 
     def _plan(self, call: WaitingCall) -> AttendPlan | None:
@@ -357,3 +362,9 @@ def _num_fitting(page: Sequence[kv_cache_pb2.Sequence], max_bytes: int) -> int:
     """Return how many leading sequences fit into an answer, at least one."""
     ends = itertools.accumulate(message.ByteSize() + _ENTRY_BYTES for message in page)
     return max(1, sum(end <= max_bytes - _ENTRY_BYTES for end in ends))
+
+
+def _num_together(calls: Sequence[WaitingCall]) -> int:
+    """Return how many leading calls are planned at a time, at least one."""
+    ends = itertools.accumulate(len(call.request.ids) for call in calls[:_MAX_PLANNED])
+    return max(1, sum(end <= MAX_SEQUENCES for end in ends))
