@@ -29,6 +29,7 @@ from pagedkv.rpc.limits import (
     MAX_REQUEST_ID_LENGTH,
     MAX_SALT_BYTES,
     MAX_SEQUENCES,
+    MAX_SWAPPED_BLOCKS,
     CacheLimits,
     check_answer,
     check_length,
@@ -149,17 +150,23 @@ class KvCacheService(kv_cache_pb2_grpc.KvCacheServicer):
 
     async def SwapOut(self, request: kv_cache_pb2.SwapOutRequest, context: Any) -> kv_cache_pb2.SwapOutResponse:
         """Move sequences to host memory."""
-        self._check_device()
-        check_sequence_ids(request.sequence_ids)
+        self._check_swap(request.sequence_ids)
         plan = self._cache.swap_out(request.sequence_ids)
         return kv_cache_pb2.SwapOutResponse(**await self._swap("out", plan))
 
     async def SwapIn(self, request: kv_cache_pb2.SwapInRequest, context: Any) -> kv_cache_pb2.SwapInResponse:
         """Move sequences back."""
-        self._check_device()
-        check_sequence_ids(request.sequence_ids)
+        self._check_swap(request.sequence_ids)
         plan = self._cache.swap_in(request.sequence_ids)
         return kv_cache_pb2.SwapInResponse(**await self._swap("in", plan))
+
+    def _check_swap(self, sequence_ids: Sequence[str]) -> None:
+        """Refuse what takes long to plan; one sequence, however long, is moved by itself."""
+        self._check_device()
+        check_sequence_ids(sequence_ids)
+        num_blocks, limit = sum(map(self._cache.table_length, sequence_ids)), MAX_SWAPPED_BLOCKS
+        fits = num_blocks <= limit or len(sequence_ids) == 1
+        require(fits, "sequence_ids", f"must hold at most {limit} blocks together", num_blocks, limit)
 
     async def _swap(self, direction: str, plan: SwapPlan) -> dict[str, int]:
         """Run a plan's copies and return the fields of the answer."""
