@@ -168,17 +168,18 @@ async def test_rl03_one_connection_has_eight_messages_received_at_a_time_and_ano
     assert reading.count("a") == 20
 
 
-async def test_rl03_memory_of_large_messages_is_given_back_once_it_is_much_or_nothing_is_under_way():
+async def test_rl03_memory_of_large_messages_is_given_back_once_it_is_much_or_after_a_while():
     trims = []
-    freed = FreedMemory(lambda _: trims.append(None) or 1)
-    freed.note(127 * MIB, is_idle=False)
-    assert not trims
-    freed.note(MIB, is_idle=False)
-    await until(lambda: len(trims) == 1, "first trim")
-    freed.note(7 * MIB, is_idle=True)
+    freed, later = (FreedMemory(lambda _: trims.append(None) or 1, seconds) for seconds in (3_600, 0))
+    freed.note(255 * MIB)
     await asyncio.sleep(0)
-    await until(lambda: freed.note(MIB, is_idle=True) or len(trims) == 2, "second trim")
-    FreedMemory(None).note(2**40, is_idle=True)
+    assert not trims
+    freed.note(MIB)
+    await until(lambda: len(trims) == 1, "a trim at once")
+    later.note(7 * MIB)
+    later.note(MIB)
+    await until(lambda: len(trims) == 2, "a trim after a while")
+    FreedMemory(None).note(2**40)
 
 
 # -- RL-03: sequences and streams -------------------------------------------------------------------------------------

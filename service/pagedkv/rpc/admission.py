@@ -48,7 +48,7 @@ class BytesInFlight:
     def give_back(self, num_bytes: int) -> None:
         """Forget a message that is done with."""
         self.num_bytes -= num_bytes
-        self._freed.note(num_bytes, is_idle=self.num_bytes == 0)
+        self._freed.note(num_bytes)
         waiting, self._waiting = self._waiting, []
         for future in waiting:
             if not future.done():
