@@ -256,3 +256,27 @@ async def test_waiting_attend_whose_caller_goes_writes_nothing(monkeypatch):
         await busy.client.attend(["s1"], make_queries(1), layer=0)
         assert (await busy.client.sequence("s0")).layer_lengths[0] == 20
         assert busy.launches == [1, 1]
+
+
+async def test_rl02_what_waits_for_the_device_is_planned_in_parts(monkeypatch):
+    """300 calls of 16 sequences: no more than 4,096 sequences at a time, all answered in the end."""
+    async with serving(num_blocks=64) as served, AsyncClient(served.address, timeout=60) as client:
+        for at in range(16):
+            await client.allocate(f"s{at}")
+            await client.append(f"s{at}", *make_rows(1), layer=0)
+        planned, gate, attend = [], threading.Event(), served.backend.attend
+
+        def watched(layer, queries, batch, params):
+            planned.append(len(batch.context_lens))
+            gate.wait(30)
+            return attend(layer, queries, batch, params)
+
+        served.backend.attend = watched
+        names = [f"s{at}" for at in range(16)]
+        first = asyncio.ensure_future(client.attend(names, make_queries(16), layer=0))
+        await until(lambda: planned, "launch")
+        calls = [asyncio.ensure_future(client.attend(names, make_queries(16), layer=0)) for _ in range(300)]
+        await until(lambda: len(served.server._kv_cache._batcher._waiting) == 300, "calls")
+        gate.set()
+        await asyncio.gather(first, *calls)
+        assert planned == [16, 4_096, 300 * 16 - 4_096]

@@ -28,7 +28,8 @@ from pagedkv.client.failure import to_exception
 from pagedkv.config import KvShape
 from pagedkv.dtypes import DType
 from pagedkv.errors import InvalidArgument, QuotaExceeded, SequenceExists
-from pagedkv.rpc.admission import CALL_BYTES, BytesInFlight
+from pagedkv.rpc.admission import CALL_BYTES, BytesInFlight, ReceivingTurns
+from pagedkv.rpc.freed_memory import FreedMemory
 from pagedkv.rpc.reflection import V1ALPHA
 from pagedkv.rpc.retries import RetryMemory
 from pagedkv.rpc.server import ServerConfig
@@ -143,6 +144,43 @@ async def test_stream_waits_for_room_instead_of_ending():
     for num_bytes in held:
         in_flight.give_back(num_bytes)
     assert in_flight.num_bytes == 0
+
+
+async def test_rl03_one_connection_has_eight_messages_received_at_a_time_and_another_is_not_concerned():
+    reading, gate = [], asyncio.Event()
+
+    class Call:
+        def __init__(self, peer):
+            self.peer = lambda: peer
+
+        async def read(self):
+            reading.append(self.peer())
+            await gate.wait()
+            return b"message"
+
+    turns = ReceivingTurns(8)
+    calls = [asyncio.ensure_future(turns.receive(Call(peer))) for peer in ["a"] * 20 + ["b"] * 3]
+    await until(lambda: len(reading) == 11, "messages")
+    assert (reading.count("a"), reading.count("b")) == (8, 3)
+    calls[0].cancel()
+    await until(lambda: len(reading) == 12, "the next in turn")
+    gate.set()
+    assert await asyncio.gather(*calls[1:]) == [b"message"] * 22
+    assert reading.count("a") == 20
+
+
+async def test_rl03_memory_of_large_messages_is_given_back_once_it_is_much_or_after_a_while():
+    trims = []
+    freed, later = (FreedMemory(lambda _: trims.append(None) or 1, seconds) for seconds in (3_600, 0))
+    freed.note(255 * MIB)
+    await asyncio.sleep(0)
+    assert not trims
+    freed.note(MIB)
+    await until(lambda: len(trims) == 1, "a trim at once")
+    later.note(7 * MIB)
+    later.note(MIB)
+    await until(lambda: len(trims) == 2, "a trim after a while")
+    FreedMemory(None).note(2**40)
 
 
 # -- RL-03: sequences and streams -------------------------------------------------------------------------------------

@@ -214,3 +214,24 @@ async def test_a_swap_that_fails_on_the_device_is_a_device_error_for_good():
             await client.swap_out("a")
         with pytest.raises(DeviceError):
             await client.swap_in("a")
+
+
+@pytest.mark.parametrize("method", ["swap_out", "swap_in"])
+async def test_rl02_several_sequences_are_swapped_up_to_a_number_of_blocks_and_one_whatever_its_length(
+    method, monkeypatch
+):
+    monkeypatch.setattr("pagedkv.rpc.kv_cache.MAX_SWAPPED_BLOCKS", 3)
+    async with serving(num_blocks=16, num_host_blocks=12) as served, AsyncClient(served.address, timeout=60) as client:
+        for name in "ab":
+            await client.allocate(name)
+            await client.append(name, *make_rows(32, num_layers=LAYERS))
+        await client.append("b", *make_rows(32, num_layers=LAYERS))
+        if method == "swap_in":
+            await client.swap_out("a")
+            await client.swap_out("b")
+        before = await client.usage()
+        with pytest.raises(InvalidArgument) as caught:
+            await getattr(client, method)(["a", "b"])
+        assert (caught.value.field, caught.value.value, caught.value.limit) == ("sequence_ids", 6, 3)
+        assert await client.usage() == before
+        assert (await getattr(client, method)("b")).num_blocks == 4

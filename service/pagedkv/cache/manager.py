@@ -258,6 +258,11 @@ class CacheManager:
         """Return a sequence as it is now without its tables and layer lengths. Raises SequenceNotFound."""
         return self._sequences.find(sequence_id).summary()
 
+    def table_length(self, sequence_id: str) -> int:
+        """Return the entries of a sequence's block table, or of its host table. Raises SequenceNotFound."""
+        sequence = self._sequences.find(sequence_id)
+        return len(sequence.table if sequence.host_table is None else sequence.host_table)
+
     def written(self, sequence_id: str) -> int:
         """Return the tokens written in at least one layer. Raises SequenceNotFound."""
         return self._sequences.find(sequence_id).written

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final
+from dataclasses import dataclass
+from typing import Any, Final
 
 from pagedkv.errors import QuotaExceeded
+from pagedkv.rpc.freed_memory import FreedMemory, find_trim
 
 CALL_BYTES: Final = 16 * 2**10  # that each call counts besides its message
 _SMALL_MESSAGE_BYTES: Final = 64 * 2**10
@@ -19,6 +21,7 @@ class BytesInFlight:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
+        self._freed = FreedMemory(find_trim())
         self._waiting: list[asyncio.Future[None]] = []
         self.num_bytes = 0
 
@@ -27,20 +30,25 @@ class BytesInFlight:
 
         Large messages leave some room, so that the small calls of others go on while one client fills it.
         """
-        num_bytes, limit = message_bytes + CALL_BYTES, self._limit_for(message_bytes)
-        if self.num_bytes + num_bytes > limit:
+        self.check(message_bytes)
+        self.num_bytes += message_bytes + CALL_BYTES
+        return message_bytes + CALL_BYTES
+
+    def check(self, message_bytes: int) -> None:
+        """Raise QuotaExceeded if there is no room for a message."""
+        needed, limit = self.num_bytes + message_bytes + CALL_BYTES, self._limit_for(message_bytes)
+        if needed > limit:
             raise QuotaExceeded(
-                f"{self.num_bytes} bytes of requests are under way already, this one has {num_bytes}",
+                f"{self.num_bytes} bytes of requests are under way already, this one has {message_bytes}",
                 field="max_inflight_bytes",
-                value=self.num_bytes + num_bytes,
+                value=needed,
                 limit=limit,
             )
-        self.num_bytes += num_bytes
-        return num_bytes
 
     def give_back(self, num_bytes: int) -> None:
         """Forget a message that is done with."""
         self.num_bytes -= num_bytes
+        self._freed.note(num_bytes)
         waiting, self._waiting = self._waiting, []
         for future in waiting:
             if not future.done():
@@ -84,3 +92,36 @@ class OpenStreams:
             yield
         finally:
             self._num_streams -= 1
+
+
+class ReceivingTurns:
+    """Lets each connection have only so many messages received at a time; further calls of it wait in order.
+
+    The library takes in whatever it is asked to receive, all at once. Other connections are not concerned, whether
+    messages are large or never end.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._peers: dict[str, _Peer] = {}
+
+    async def receive(self, context: Any) -> Any:
+        """Return the next message of a call in its connection's turn; grpc.aio.EOF if there is none."""
+        name = context.peer()
+        peer = self._peers.get(name)
+        if peer is None:
+            peer = self._peers[name] = _Peer(asyncio.Semaphore(self._limit))
+        peer.num_calls += 1
+        try:
+            async with peer.turns:
+                return await context.read()
+        finally:
+            peer.num_calls -= 1
+            if not peer.num_calls:
+                del self._peers[name]
+
+
+@dataclass(slots=True)
+class _Peer:
+    turns: asyncio.Semaphore
+    num_calls: int = 0

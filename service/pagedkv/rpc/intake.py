@@ -7,6 +7,7 @@ and never copied by the parser; what is left is small.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Generic, NamedTuple, TypeVar
@@ -19,9 +20,10 @@ from pagedkv.rpc.limits import MAX_FIELDS, MAX_GENERATION_BYTES, MAX_PLAIN_BYTES
 from pagedkv.v1 import kv_cache_pb2, tensor_pb2
 
 M = TypeVar("M", bound=Message)
+T = TypeVar("T")
 Parser = Callable[[bytes], Any]
 
-_SMALL: Final = 64 * 2**10  # bytes of messages, and of tensors in them, that the parser may copy
+LARGE_BYTES: Final = 64 * 2**10  # messages, and tensors in them, up to this the parser may copy
 _VARINT, _FIXED64, _DELIMITED, _FIXED32 = 0, 1, 2, 5  # wire types
 _WIDTHS: Final = {_FIXED64: 8, _FIXED32: 4}
 _DATA: Final = tensor_pb2.Tensor.DESCRIPTOR.fields_by_name["data"].number
@@ -33,6 +35,10 @@ class TensorRequest(Generic[M]):
 
     message: M
     elements: Mapping[str, memoryview] = field(default_factory=dict)
+
+    async def read(self, reader: Callable[..., T], *args: Any) -> T:
+        """Return what a function reads from this request, off the loop if that is much."""
+        return await asyncio.to_thread(reader, self, *args) if self.elements else reader(self, *args)
 
 
 class _Field(NamedTuple):
@@ -64,7 +70,7 @@ _TENSOR_REQUESTS: Final[Mapping[str, type[Message]]] = {
 
 def parse_tensors(data: bytes, kind: type[M]) -> TensorRequest[M]:
     """Return the request, its large tensors' elements cut out. Raises InvalidArgument."""
-    if len(data) <= _SMALL:
+    if len(data) <= LARGE_BYTES:
         return TensorRequest(_parse(data, kind.FromString, MAX_PLAIN_BYTES))
     names = {
         described.number: described.name
@@ -79,7 +85,8 @@ def parse_tensors(data: bytes, kind: type[M]) -> TensorRequest[M]:
 
 
 def _parse(data: bytes, parse: Parser, limit: int) -> Any:
-    require(len(data) <= limit, "request", f"must be at most {limit} bytes besides tensors", len(data), limit)
+    num_bytes = len(data)
+    require(num_bytes <= limit, "request", f"must be at most {limit} bytes, tensors' elements aside", num_bytes, limit)
     try:
         return parse(data)
     except DecodeError:
@@ -97,7 +104,7 @@ def _cut(data: memoryview, names: Mapping[int, str]) -> tuple[bytes, dict[str, m
     since = 0
     for found in _fields(data):
         name = names.get(found.number) if found.is_delimited else None
-        if name is None or found.end - found.body <= _SMALL:
+        if name is None or found.end - found.body <= LARGE_BYTES:
             continue
         shell, last = _cut_data(data[found.body : found.end])
         kept += (data[since : found.start], delimited(found.number, len(shell)), shell)

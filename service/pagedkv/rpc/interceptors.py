@@ -6,8 +6,8 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -15,13 +15,14 @@ from typing import Any, Protocol
 import grpc
 from grpc.aio import AbortError, ServerInterceptor
 
-from pagedkv.errors import PagedKvError
-from pagedkv.rpc.admission import BytesInFlight, OpenStreams
-from pagedkv.rpc.intake import Parser, parser_of
+from pagedkv.errors import InvalidArgument, PagedKvError
+from pagedkv.rpc.admission import BytesInFlight, OpenStreams, ReceivingTurns
+from pagedkv.rpc.intake import LARGE_BYTES, Parser, parser_of
 from pagedkv.rpc.status import code_of, refusal, to_status
 
 _log = logging.getLogger(__name__)
 _PREFIX = "/pagedkv.v1."
+_TURNS = 8  # messages that one connection may have received at a time
 
 
 class RpcObserver(Protocol):
@@ -62,6 +63,7 @@ class ErrorInterceptor(ServerInterceptor):
     def __init__(self, observer: RpcObserver, limits: CallLimits) -> None:
         self._observer = observer
         self._in_flight = BytesInFlight(limits.max_inflight_bytes)
+        self._turns = ReceivingTurns(_TURNS)
         self._streams = OpenStreams("max_streams", limits.max_streams)
         self._watches = OpenStreams("max_watches", limits.max_watches)
 
@@ -75,28 +77,23 @@ class ErrorInterceptor(ServerInterceptor):
         if handler is None:
             return handler
         method = handler_call_details.method
-        wrap = self._wrap_stream if handler.response_streaming else self._wrap_unary
-        factory = {
-            (False, False): grpc.unary_unary_rpc_method_handler,
-            (False, True): grpc.unary_stream_rpc_method_handler,
-            (True, False): grpc.stream_unary_rpc_method_handler,
-            (True, True): grpc.stream_stream_rpc_method_handler,
-        }[handler.request_streaming, handler.response_streaming]
-        behaviour = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
         parse = parser_of(method, handler.request_deserializer)
-        read = self._read_stream if handler.request_streaming else self._read
-        return factory(
-            wrap(method, behaviour, partial(read, parse)),
-            response_serializer=_serializer(handler.response_serializer),
+        read = partial(self._read_stream if handler.request_streaming else self._read, parse)
+        behaviour = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+        serialize = _serializer(handler.response_serializer)
+        # a handler of streams runs before its first message is received; the others' would all be received at once
+        if handler.response_streaming:
+            call = self._wrap_stream(method, behaviour, read)
+            return grpc.stream_stream_rpc_method_handler(call, response_serializer=serialize)
+        return grpc.stream_unary_rpc_method_handler(
+            self._wrap_unary(method, behaviour, read), response_serializer=serialize
         )
 
     def _wrap_unary(self, method: str, behaviour: Any, read: Any) -> Any:
-        async def call(arrived: Any, context: Any) -> Any:
+        async def call(_: Any, context: Any) -> Any:
             started = time.perf_counter()
             try:
-                with read(arrived, context) as request:
-                    del arrived
-                    response = await behaviour(request, context)
+                response = await behaviour(await read(context), context)
             except BaseException as error:
                 await self._fail(method, context, error, time.perf_counter() - started)
             self._note(method, "OK", time.perf_counter() - started)
@@ -107,12 +104,11 @@ class ErrorInterceptor(ServerInterceptor):
     def _wrap_stream(self, method: str, behaviour: Any, read: Any) -> Any:
         streams = self._streams if method.startswith(_PREFIX) else self._watches
 
-        async def call(arrived: Any, context: Any) -> AsyncIterator[Any]:
+        async def call(_: Any, context: Any) -> AsyncIterator[Any]:
             started = time.perf_counter()
             try:
-                with streams.another(), read(arrived, context) as request:
-                    del arrived
-                    async for response in behaviour(request, context):
+                with streams.another(), ExitStack() as held:
+                    async for response in behaviour(await read(context, held), context):
                         yield response
             except BaseException as error:
                 await self._fail(method, context, error, time.perf_counter() - started)
@@ -120,27 +116,27 @@ class ErrorInterceptor(ServerInterceptor):
 
         return call
 
-    @contextmanager
-    def _read(self, parse: Parser, arrived: bytes, context: Any) -> Iterator[Any]:
-        """Parse a request; its bytes count until the call is over, its answer sent."""
-        num_bytes = self._in_flight.take(len(arrived))
+    async def _read(self, parse: Parser, context: Any, held: ExitStack | None = None) -> Any:
+        """Receive and parse the one request of a call; its bytes count until the call is over, its answer sent."""
+        self._in_flight.check(0)
+        data = await self._turns.receive(context)
+        if data is grpc.aio.EOF:
+            raise InvalidArgument("is missing", field="request")
+        num_bytes = self._in_flight.take(len(data))
         context.add_done_callback(lambda _: self._in_flight.give_back(num_bytes))
-        yield parse(arrived)
+        return await _parsed(parse, data)
 
-    @contextmanager
-    def _read_stream(self, parse: Parser, arrived: AsyncIterator[bytes], context: Any) -> Iterator[AsyncIterator[Any]]:
-        """Parse the requests of a stream; the bytes of each count until the next one is asked for."""
-        held = ExitStack()
+    async def _read_stream(self, parse: Parser, context: Any, held: ExitStack) -> AsyncIterator[Any]:
+        """Return the requests of a stream; the bytes of each count until the next one is asked for, or `held` ends."""
 
         async def requests() -> AsyncIterator[Any]:
-            async for data in arrived:
+            while (data := await context.read()) is not grpc.aio.EOF:
                 await self._in_flight.room_for(len(data))
                 held.enter_context(self._in_flight.holding(len(data)))
-                yield parse(data)
+                yield await _parsed(parse, data)
                 held.close()
 
-        with held:
-            yield requests()
+        return requests()
 
     def _note(self, method: str, code: str, seconds: float) -> None:
         if not method.startswith(_PREFIX):
@@ -152,6 +148,7 @@ class ErrorInterceptor(ServerInterceptor):
     async def _fail(self, method: str, context: Any, error: BaseException, seconds: float) -> None:
         """End the call with the error's status; always raises."""
         if isinstance(error, PagedKvError):
+            error.__traceback__ = None  # its frames, this one among them, hold the request until the next collection
             self._note(method, code_of(error).name, seconds)
             await context.abort_with_status(to_status(error))
         if isinstance(error, AbortError):
@@ -164,6 +161,11 @@ class ErrorInterceptor(ServerInterceptor):
         self._note(method, "INTERNAL", seconds)
         message = f"internal error {error_id}; the server's log explains it"
         await context.abort_with_status(refusal(grpc.StatusCode.INTERNAL, PagedKvError.reason, message))
+
+
+async def _parsed(parse: Parser, data: bytes) -> Any:
+    """Parse a message, a large one off the loop."""
+    return await asyncio.to_thread(parse, data) if len(data) > LARGE_BYTES else parse(data)
 
 
 def _is_callers(context: Any) -> bool:

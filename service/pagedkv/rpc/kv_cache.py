@@ -26,6 +26,8 @@ from pagedkv.rpc.interceptors import RpcObserver
 from pagedkv.rpc.limits import (
     MAX_PAGE_TOKEN_LENGTH,
     MAX_REQUEST_ID_LENGTH,
+    MAX_SEQUENCES,
+    MAX_SWAPPED_BLOCKS,
     CacheLimits,
     check_answer,
 )
@@ -42,6 +44,7 @@ from pagedkv.v1 import kv_cache_pb2, kv_cache_pb2_grpc
 
 WaitingCall = Call[AttendCall, Attended]
 _MAX_PAGE_SIZE, _DEFAULT_PAGE_SIZE = 1000, 100
+_MAX_PLANNED = 512  # calls planned at a time
 _ENTRY_BYTES = 64  # that a sequence in a page takes besides its message, and a page besides its sequences
 
 
@@ -136,17 +139,23 @@ class KvCacheService(kv_cache_pb2_grpc.KvCacheServicer):
 
     async def SwapOut(self, request: kv_cache_pb2.SwapOutRequest, context: Any) -> kv_cache_pb2.SwapOutResponse:
         """Move sequences to host memory."""
-        self._backend.health.check()
-        check_sequence_ids(request.sequence_ids)
+        self._check_swap(request.sequence_ids)
         plan = self._cache.swap_out(request.sequence_ids)
         return kv_cache_pb2.SwapOutResponse(**await self._swap("out", plan))
 
     async def SwapIn(self, request: kv_cache_pb2.SwapInRequest, context: Any) -> kv_cache_pb2.SwapInResponse:
         """Move sequences back."""
-        self._backend.health.check()
-        check_sequence_ids(request.sequence_ids)
+        self._check_swap(request.sequence_ids)
         plan = self._cache.swap_in(request.sequence_ids)
         return kv_cache_pb2.SwapInResponse(**await self._swap("in", plan))
+
+    def _check_swap(self, sequence_ids: Sequence[str]) -> None:
+        """Refuse what takes long to plan; one sequence, however long, is moved by itself."""
+        self._backend.health.check()
+        check_sequence_ids(sequence_ids)
+        num_blocks, limit = sum(map(self._cache.table_length, sequence_ids)), MAX_SWAPPED_BLOCKS
+        fits = num_blocks <= limit or len(sequence_ids) == 1
+        require(fits, "sequence_ids", f"must hold at most {limit} blocks together", num_blocks, limit)
 
     async def _swap(self, direction: str, plan: SwapPlan) -> dict[str, int]:
         """Run a plan's copies and return the fields of the answer."""
@@ -225,7 +234,7 @@ class KvCacheService(kv_cache_pb2_grpc.KvCacheServicer):
         request = arrived.message
         check_own_id("sequence_id", request.sequence_id)
         layer = request.layer if request.HasField("layer") else None
-        keys, values = read_new_rows(arrived, layer, self._shape)
+        keys, values = await arrived.read(read_new_rows, layer, self._shape)
         num_tokens = keys.shape[0] if layer is not None else keys.shape[1]
         require(num_tokens >= 1, "keys.shape", "must hold at least one token", list(keys.shape), 1)
         token_ids = read_token_ids(request.token_ids, num_tokens)
@@ -254,7 +263,7 @@ class KvCacheService(kv_cache_pb2_grpc.KvCacheServicer):
 
     async def _attend(self, arrived: TensorRequest[kv_cache_pb2.AttendRequest]) -> bytes:
         self._backend.health.check()
-        call = read_attend(arrived, self._shape, self._limits.max_message_bytes)
+        call = await arrived.read(read_attend, self._shape, self._limits.max_message_bytes)
         done = await self._batcher.run(call)
         return to_attend_answer(done.output, done.lse, done.seconds)
 
@@ -263,13 +272,15 @@ class KvCacheService(kv_cache_pb2_grpc.KvCacheServicer):
     def _launch(self, calls: Sequence[WaitingCall]) -> tuple[list[WaitingCall], asyncio.Future[Any] | None]:
         """Run the calls in as few jobs as they allow; those that write to a sequence already written to are left.
 
+        So are those behind what can be planned without holding the loop up.
         All is committed after all is planned: a commit may give duplicate blocks back, which must not be handed out
         to a later plan of the same job.
         """
         left: list[WaitingCall] = []
         written: set[str] = set()
         groups: dict[tuple[object, ...], list[tuple[WaitingCall, AttendPlan]]] = {}
-        for call in calls:
+        num_planned = _num_together(calls)
+        for call in calls[:num_planned]:
             if call.request.rows is not None and not written.isdisjoint(call.request.ids):
                 left.append(call)
             elif (plan := self._plan(call)) is not None:
@@ -279,6 +290,7 @@ class KvCacheService(kv_cache_pb2_grpc.KvCacheServicer):
         for group in groups.values():
             for _, plan in group:
                 self._cache.commit_batch(plan.reservations)
+        left += calls[num_planned:]
         return left, asyncio.gather(*work, return_exceptions=True) if work else None
 
     def _plan(self, call: WaitingCall) -> AttendPlan | None:
@@ -350,6 +362,12 @@ def _num_fitting(page: Sequence[kv_cache_pb2.Sequence], max_bytes: int) -> int:
     """Return how many leading sequences fit into an answer, at least one."""
     ends = itertools.accumulate(message.ByteSize() + _ENTRY_BYTES for message in page)
     return max(1, sum(end <= max_bytes - _ENTRY_BYTES for end in ends))
+
+
+def _num_together(calls: Sequence[WaitingCall]) -> int:
+    """Return how many leading calls are planned at a time, at least one."""
+    ends = itertools.accumulate(len(call.request.ids) for call in calls[:_MAX_PLANNED])
+    return max(1, sum(end <= MAX_SEQUENCES for end in ends))
 
 
 async def _completed(job: asyncio.Future[Any]) -> None:

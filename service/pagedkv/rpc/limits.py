@@ -17,6 +17,7 @@ MAX_GENERATION_BYTES: Final = 4 * 2**20  # of a Generation request
 MAX_SMALL_BYTES: Final = 64 * 2**10  # of a request of the health and reflection services
 MAX_FIELDS: Final = 16_384  # of a request with large tensors; packed repeated fields count once
 MAX_SEQUENCES: Final = 4_096  # in one call
+MAX_SWAPPED_BLOCKS: Final = 16_384  # in one call over several sequences
 MAX_TOKEN_IDS: Final = 2**18  # in one call
 MAX_REQUEST_ID_LENGTH: Final = 256
 MAX_PAGE_TOKEN_LENGTH: Final = 64

@@ -39,9 +39,10 @@ _SERVICES = (
 class ServerConfig:
     """Where the server listens and what it accepts. Port 0 takes a free one.
 
-    Over all clients: `max_inflight_bytes` of requests that are not answered yet, `max_streams` open Generate and Step
-    calls, `max_watches` open streams of the health and reflection services, `max_connections`, `max_sequences` live
-    sequences (about 1 KiB each), which began with `max_known_tokens` (4 bytes each for the id, and for each block).
+    Over all clients: `max_inflight_bytes` of requests that are not answered yet (answers come to three times that at
+    most), `max_streams` open Generate and Step calls, `max_watches` open streams of the health and reflection services,
+    `max_connections`, `max_sequences` live sequences (about 1 KiB each), which began with `max_known_tokens` (4 bytes
+    each for the id, and for each block). Besides, each connection has up to eight messages on their way in.
     """
 
     host: str = "127.0.0.1"
@@ -52,7 +53,7 @@ class ServerConfig:
     max_streams: int = 4096
     max_watches: int = 1024
     max_connections: int = 1024
-    max_sequences: int = 65_536
+    max_sequences: int = 16_384
     max_known_tokens: int = 2**27
     min_ping_interval_ms: int = 5_000  # clients that ping every 10 s must not come too early by a hair
 

@@ -582,7 +582,7 @@ class SwapOutRequest(_message.Message):
     SEQUENCE_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The sequences, each at most once, 1 to 4,096. All are moved or none."""
+        """The sequences, each at most once, 1 to 4,096; several hold at most 16,384 blocks together. All are moved or none."""
 
     def __init__(
         self,
@@ -636,7 +636,7 @@ class SwapInRequest(_message.Message):
     SEQUENCE_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The sequences, each at most once, 1 to 4,096. All are moved or none."""
+        """The sequences, each at most once, 1 to 4,096; several hold at most 16,384 blocks together. All are moved or none."""
 
     def __init__(
         self,

@@ -35,13 +35,13 @@ class KvCacheStub:
     google.rpc.ErrorInfo of domain "pagedkv". A failed call changed nothing; a call over several sequences happens for
     all of them or for none.
 
-    Limits, refused with INVALID_ARGUMENT and the field, limit and value: a request is at most 2 MiB besides its tensors'
-    elements; one with tensors that is larger than 64 KiB has at most 16,384 fields (a packed repeated field is one). With
-    its elements it is at most the server's message size, 64 MiB unless configured, as is every answer. Over all clients, refused with RESOURCE_EXHAUSTED
-    (QUOTA_EXCEEDED, RetryInfo) and the same figures: max_inflight_bytes (256 MiB) of requests that are not answered yet,
-    each counting 16 KiB besides its own, of which large ones leave an eighth to those of up to 64 KiB; max_streams
-    (4,096) open streams; max_sequences (65,536) live sequences; max_known_tokens (2^27) tokens that live sequences began
-    with, by their token ids or their parents.
+    Limits, refused with INVALID_ARGUMENT and the field, limit and value: a request is at most 2 MiB besides its
+    tensors' elements; one with tensors that is larger than 64 KiB has at most 16,384 fields (a packed repeated field is
+    one). With its elements it is at most the server's message size, 64 MiB unless configured, as is every answer. Over
+    all clients, refused with RESOURCE_EXHAUSTED (QUOTA_EXCEEDED, RetryInfo) and the same figures: max_inflight_bytes
+    (256 MiB) of requests that are not answered yet, each counting 16 KiB besides its own, of which large ones leave an
+    eighth to those of up to 64 KiB; max_streams (4,096) open streams; max_sequences (16,384) live sequences;
+    max_known_tokens (2^27) tokens that live sequences began with, by their token ids or their parents.
     """
 
     def __init__(self, channel):
@@ -132,13 +132,13 @@ class KvCacheServicer:
     google.rpc.ErrorInfo of domain "pagedkv". A failed call changed nothing; a call over several sequences happens for
     all of them or for none.
 
-    Limits, refused with INVALID_ARGUMENT and the field, limit and value: a request is at most 2 MiB besides its tensors'
-    elements; one with tensors that is larger than 64 KiB has at most 16,384 fields (a packed repeated field is one). With
-    its elements it is at most the server's message size, 64 MiB unless configured, as is every answer. Over all clients, refused with RESOURCE_EXHAUSTED
-    (QUOTA_EXCEEDED, RetryInfo) and the same figures: max_inflight_bytes (256 MiB) of requests that are not answered yet,
-    each counting 16 KiB besides its own, of which large ones leave an eighth to those of up to 64 KiB; max_streams
-    (4,096) open streams; max_sequences (65,536) live sequences; max_known_tokens (2^27) tokens that live sequences began
-    with, by their token ids or their parents.
+    Limits, refused with INVALID_ARGUMENT and the field, limit and value: a request is at most 2 MiB besides its
+    tensors' elements; one with tensors that is larger than 64 KiB has at most 16,384 fields (a packed repeated field is
+    one). With its elements it is at most the server's message size, 64 MiB unless configured, as is every answer. Over
+    all clients, refused with RESOURCE_EXHAUSTED (QUOTA_EXCEEDED, RetryInfo) and the same figures: max_inflight_bytes
+    (256 MiB) of requests that are not answered yet, each counting 16 KiB besides its own, of which large ones leave an
+    eighth to those of up to 64 KiB; max_streams (4,096) open streams; max_sequences (16,384) live sequences;
+    max_known_tokens (2^27) tokens that live sequences began with, by their token ids or their parents.
     """
 
     def GetCacheInfo(self, request, context):
@@ -336,13 +336,13 @@ class KvCache:
     google.rpc.ErrorInfo of domain "pagedkv". A failed call changed nothing; a call over several sequences happens for
     all of them or for none.
 
-    Limits, refused with INVALID_ARGUMENT and the field, limit and value: a request is at most 2 MiB besides its tensors'
-    elements; one with tensors that is larger than 64 KiB has at most 16,384 fields (a packed repeated field is one). With
-    its elements it is at most the server's message size, 64 MiB unless configured, as is every answer. Over all clients, refused with RESOURCE_EXHAUSTED
-    (QUOTA_EXCEEDED, RetryInfo) and the same figures: max_inflight_bytes (256 MiB) of requests that are not answered yet,
-    each counting 16 KiB besides its own, of which large ones leave an eighth to those of up to 64 KiB; max_streams
-    (4,096) open streams; max_sequences (65,536) live sequences; max_known_tokens (2^27) tokens that live sequences began
-    with, by their token ids or their parents.
+    Limits, refused with INVALID_ARGUMENT and the field, limit and value: a request is at most 2 MiB besides its
+    tensors' elements; one with tensors that is larger than 64 KiB has at most 16,384 fields (a packed repeated field is
+    one). With its elements it is at most the server's message size, 64 MiB unless configured, as is every answer. Over
+    all clients, refused with RESOURCE_EXHAUSTED (QUOTA_EXCEEDED, RetryInfo) and the same figures: max_inflight_bytes
+    (256 MiB) of requests that are not answered yet, each counting 16 KiB besides its own, of which large ones leave an
+    eighth to those of up to 64 KiB; max_streams (4,096) open streams; max_sequences (16,384) live sequences;
+    max_known_tokens (2^27) tokens that live sequences began with, by their token ids or their parents.
     """
 
     @staticmethod
