@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.generation_server import generating
+from helpers.waiting import PATIENCE
 from pagedkv.client import AsyncClient
 from pagedkv.client.conversation import to_turns
 from pagedkv.errors import InvalidArgument
@@ -72,7 +73,7 @@ async def collect(stream):
 
 async def test_nc13_parts_continue_as_the_text_that_they_make():
     found = []
-    async with generating() as served, AsyncClient(served.address, timeout=60) as client:
+    async with generating() as served, AsyncClient(served.address, timeout=PATIENCE) as client:
         for content in ("Hi there", [part("Hi"), part(" there")]):
             found.append(await collect(client.generate(messages=user(content), max_tokens=5)))
     assert len(found[0]) == 5

@@ -94,7 +94,7 @@ def test_rows_out_of_order_in_memory_arrive_in_order():
 
 
 async def test_nobody_listening_is_a_transport_error():
-    async with AsyncClient("127.0.0.1:1", timeout=60) as client:
+    async with AsyncClient("127.0.0.1:1", timeout=PATIENCE) as client:
         for call in (client.allocate("a"), client.usage()):
             with pytest.raises(errors.TransportError) as caught:
                 await asyncio.wait_for(call, 60)

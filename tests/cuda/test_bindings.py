@@ -42,5 +42,5 @@ def test_every_operation_and_captured_steps_through_the_real_bindings_are_right(
     path = os.pathsep.join(str(TESTS.parent / part) for part in (".", "tests", "service"))
     environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path), "PYTHONPATH": path}
     command = [sys.executable, "-c", SCRIPT, str(library)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=850)
     assert done.stdout == "all is right\n", done.stdout + done.stderr

@@ -121,7 +121,7 @@ class MeetingNvrtc:
     """NVRTC in which no compilation ends before another one has begun."""
 
     def __init__(self):
-        self._meeting = threading.Barrier(2, timeout=60)
+        self._meeting = threading.Barrier(2, timeout=600)
 
     def __getattr__(self, name):
         return getattr(nvrtc, name)

@@ -16,7 +16,7 @@ PAGEDKV = Path(sys.executable).parent / "pagedkv"
 class ServiceProcess:
     """`pagedkv serve ...` on free ports; entering waits until it says that it is ready."""
 
-    def __init__(self, *arguments: str, start_seconds: float = 180.0, program: Sequence[str] = (str(PAGEDKV),)) -> None:
+    def __init__(self, *arguments: str, start_seconds: float = 800.0, program: Sequence[str] = (str(PAGEDKV),)) -> None:
         self._command = [*program, *arguments, "--port", "0", "--metrics-port", "0"]
         self._start_seconds = start_seconds
         self.output: list[str] = []
@@ -41,7 +41,7 @@ class ServiceProcess:
         if self.process.poll() is None:
             self.process.send_signal(number)
         try:
-            return self.process.wait(60)
+            return self.process.wait(180)
         finally:
             self.process.kill()
             self._reader.join(10)

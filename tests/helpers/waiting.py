@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-PATIENCE = 60.0  # seconds: far beyond what anything waited for takes, also on a machine that is busy elsewhere
+PATIENCE = 180.0  # seconds: far beyond what anything waited for takes, also on a machine that is busy elsewhere
 
 
 async def until(condition: Callable[[], object], what: str, seconds: float = PATIENCE) -> None:

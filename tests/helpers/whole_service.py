@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from helpers.cuda import virtual_opener
+from helpers.waiting import PATIENCE
 from pagedkv.cli.assemble import Service, build_service
 from pagedkv.cli.options import ServeOptions
 from pagedkv.client import AsyncClient
@@ -41,7 +42,7 @@ async def whole_service(
         driver, service = None, build_service(settings)
     await service.start()
     try:
-        async with AsyncClient(service.address, timeout=60) as client:
+        async with AsyncClient(service.address, timeout=PATIENCE) as client:
             running = Running(service, client, driver)
             yield running
     finally:

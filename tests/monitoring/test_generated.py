@@ -202,7 +202,7 @@ def test_dashboards_have_unique_ids_and_panels_that_do_not_overlap():
 )
 def test_promtool_accepts_config_and_rules(arguments):
     need("promtool")
-    done = subprocess.run(["promtool", *arguments], cwd=PROMETHEUS, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["promtool", *arguments], cwd=PROMETHEUS, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

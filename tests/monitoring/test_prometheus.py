@@ -49,7 +49,7 @@ class Prometheus:
 
     def get(self, path, **parameters):
         url = f"{self._url}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
-        with urllib.request.urlopen(url, timeout=60) as response:
+        with urllib.request.urlopen(url, timeout=600) as response:
             return json.load(response)["data"]
 
     def query(self, expression):

@@ -7,6 +7,7 @@ import pytest
 
 from helpers.cuda import virtual_backends
 from helpers.server import DefaultBackend, Serving, serving_in_thread
+from helpers.waiting import PATIENCE
 from pagedkv.client import Client
 
 _numbers = itertools.count()
@@ -31,7 +32,7 @@ def served(backend: str) -> Iterator[Serving]:
 
 @pytest.fixture(scope="module")
 def client(served: Serving) -> Iterator[Client]:
-    with Client(served.address, timeout=60) as client:
+    with Client(served.address, timeout=PATIENCE) as client:
         yield client
 
 

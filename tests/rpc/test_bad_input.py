@@ -367,7 +367,7 @@ def refuse(prepared: Client, stub: Any, request: Any) -> tuple[errors.PagedKvErr
     """Send a request that must fail; returns its exception and its status details, nothing having changed."""
     before = state_of(prepared)
     with pytest.raises(grpc.RpcError) as caught:
-        getattr(stub, method_of(request))(request, timeout=60)
+        getattr(stub, method_of(request))(request, timeout=600)
     assert state_of(prepared) == before
     assert before[1].ok
     status: Any = rpc_status.from_call(caught.value)
@@ -450,7 +450,7 @@ def test_rl01_refused_rows_are_named_by_field_index_and_value(prepared, stub, fi
 
 
 def send_step(stub: Any, request: Any) -> None:
-    list(stub.Step(iter([request]), timeout=60))
+    list(stub.Step(iter([request]), timeout=600))
 
 
 @pytest.mark.parametrize("field", ["queries", "keys", "values"])

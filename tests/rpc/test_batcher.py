@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from helpers.server import serving
-from helpers.waiting import until
+from helpers.waiting import PATIENCE, until
 from helpers.wire import assert_attention, make_queries, make_rows
 from pagedkv.client import AsyncClient
 from pagedkv.errors import InvalidArgument, PositionMismatch, SequenceNotFound, SequenceTooLong
@@ -109,7 +109,7 @@ async def busy_device(monkeypatch):
         return arrived[-1]
 
     monkeypatch.setattr(Batcher, "run", noting)
-    async with serving() as served, AsyncClient(served.address, timeout=60) as client:
+    async with serving() as served, AsyncClient(served.address, timeout=PATIENCE) as client:
         for at in range(6):
             await client.allocate(f"s{at}")
             await client.append(f"s{at}", *make_rows(20, at), layer=0)
@@ -260,7 +260,7 @@ async def test_waiting_attend_whose_caller_goes_writes_nothing(monkeypatch):
 
 async def test_rl02_what_waits_for_the_device_is_planned_in_parts(monkeypatch):
     """300 calls of 16 sequences: no more than 4,096 sequences at a time, all answered in the end."""
-    async with serving(num_blocks=64) as served, AsyncClient(served.address, timeout=60) as client:
+    async with serving(num_blocks=64) as served, AsyncClient(served.address, timeout=PATIENCE) as client:
         for at in range(16):
             await client.allocate(f"s{at}")
             await client.append(f"s{at}", *make_rows(1), layer=0)

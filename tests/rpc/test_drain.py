@@ -82,6 +82,10 @@ async def test_rl07_health_of_a_new_connection_says_not_serving_while_streams_en
             await collect(stream)
 
 
+def is_full(stats):
+    return (stats.num_running, stats.num_waiting) == (4, 4)
+
+
 async def test_rl07_streams_cut_off_get_their_text_and_that_they_were_cancelled():
     """Some run, some wait for a place in the batch; each ends well."""
     async with generating(slow_decoder(), limits={"max_num_seqs": 4}) as served:
@@ -89,7 +93,7 @@ async def test_rl07_streams_cut_off_get_their_text_and_that_they_were_cancelled(
             prompts = [list(make_prompt(20, seed)) for seed in range(8)]
             streams = [client.generate(token_ids=prompt, max_tokens=10_000) for prompt in prompts]
             reading = [asyncio.ensure_future(collect(stream)) for stream in streams]
-            await until(lambda: served.engine.stats.num_waiting == 4, "requests")
+            await until(lambda: is_full(served.engine.stats), "requests that run and that wait")
             async with draining(served, 0.05):
                 ended = await asyncio.wait_for(asyncio.gather(*reading), PATIENCE)
     for prompt, chunks in zip(prompts, ended, strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from helpers.server import SHAPE, serving
+from helpers.waiting import PATIENCE
 from helpers.wire import make_queries, make_rows
 from pagedkv import errors
 from pagedkv.client import AsyncClient
@@ -33,7 +34,7 @@ async def allocate(client, count):
 @pytest.mark.parametrize("limited", [{"num_blocks": 32}, {"num_blocks": 34, "max_sequence_tokens": 512}])
 @pytest.mark.parametrize("call", [append, append_all, attend, allocate])
 async def test_sd15_600_tokens_where_512_are_allowed_are_too_many_by_name(call, limited):
-    async with serving(**limited) as served, AsyncClient(served.address, timeout=60) as client:
+    async with serving(**limited) as served, AsyncClient(served.address, timeout=PATIENCE) as client:
         await client.allocate("a")
         with pytest.raises(errors.SequenceTooLong) as caught:
             await call(client, 600)

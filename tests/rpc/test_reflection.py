@@ -55,6 +55,6 @@ async def test_buf_curl_calls_with_what_reflection_tells_it(protocol):
         options = ["--protocol", "grpc", "--http2-prior-knowledge", "--reflect-protocol", protocol]
         url = f"http://{served.address}/pagedkv.v1.KvCache/GetUsage"
         command = [BUF, "curl", *options, "--data", "{}", url]
-        done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=120)
+        done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=850)
     assert done.returncode == 0, done.stderr
     assert '"totalCount":8' in done.stdout.replace(" ", "")

@@ -31,7 +31,7 @@ SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.Health
 
 @contextlib.asynccontextmanager
 async def running(**options):
-    async with serving(**options) as served, AsyncClient(served.address, timeout=60) as client:
+    async with serving(**options) as served, AsyncClient(served.address, timeout=PATIENCE) as client:
         yield served, client
 
 

@@ -25,7 +25,7 @@ on_each_backend = pytest.mark.usefixtures("backend")
 @contextlib.asynccontextmanager
 async def running(**options):
     """Yield a client of a server with a sequence "a" of 16 tokens in layer 0."""
-    async with serving(**options) as served, AsyncClient(served.address, timeout=60) as client:
+    async with serving(**options) as served, AsyncClient(served.address, timeout=PATIENCE) as client:
         await client.allocate("a")
         await client.append("a", *make_rows(16), layer=0)
         await client.attend(["a"], make_queries(1), layer=0)  # whatever the first one compiles

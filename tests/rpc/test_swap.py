@@ -13,6 +13,7 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from helpers.server import SHAPE, Serving, serving, serving_in_thread
+from helpers.waiting import PATIENCE
 from helpers.wire import assert_attention, make_queries, make_rows
 from pagedkv.client import AsyncClient
 from pagedkv.errors import (
@@ -221,7 +222,10 @@ async def test_rl02_several_sequences_are_swapped_up_to_a_number_of_blocks_and_o
     method, monkeypatch
 ):
     monkeypatch.setattr("pagedkv.rpc.kv_cache.MAX_SWAPPED_BLOCKS", 3)
-    async with serving(num_blocks=16, num_host_blocks=12) as served, AsyncClient(served.address, timeout=60) as client:
+    async with (
+        serving(num_blocks=16, num_host_blocks=12) as served,
+        AsyncClient(served.address, timeout=PATIENCE) as client,
+    ):
         for name in "ab":
             await client.allocate(name)
             await client.append(name, *make_rows(32, num_layers=LAYERS))

@@ -12,6 +12,7 @@ import pytest
 
 from helpers.process import PAGEDKV, ServiceProcess
 from helpers.server import serving
+from helpers.waiting import PATIENCE
 from pagedkv.address import Hold, address_text, clear_unix_path
 from pagedkv.cli.environment import drop_platform_variables
 from pagedkv.client import AsyncClient, Client
@@ -38,7 +39,7 @@ def leave_socket(path):
 
 def run(*arguments, **environment):
     return subprocess.run(
-        [PAGEDKV, *arguments], capture_output=True, text=True, timeout=240, env={**os.environ, **environment}
+        [PAGEDKV, *arguments], capture_output=True, text=True, timeout=850, env={**os.environ, **environment}
     )
 
 
@@ -79,7 +80,7 @@ def test_nc16_a_service_on_a_unix_socket_is_reached_by_what_it_prints_and_leaves
 @pytest.mark.parametrize("form", ["unix:{}", "unix://{}"])
 async def test_nc16_both_forms_of_a_path_work_and_need_no_word_for_being_insecure(tmp_path, form):
     host = form.format(tmp_path / "socket")
-    async with serving(host=host), AsyncClient(host, timeout=60) as client:
+    async with serving(host=host), AsyncClient(host, timeout=PATIENCE) as client:
         assert (await client.usage()).total == 64
 
 
@@ -143,7 +144,7 @@ def test_nc16_a_path_that_no_target_can_name_is_refused_by_its_character(tmp_pat
 @pytest.mark.parametrize("name", ["a b", "é日", "a:b", "a'b"])
 async def test_nc16_any_other_path_is_reached_by_its_target(tmp_path, name):
     host = f"unix:{tmp_path}/{name}"
-    async with serving(host=host), AsyncClient(host, timeout=60) as client:
+    async with serving(host=host), AsyncClient(host, timeout=PATIENCE) as client:
         assert (await client.usage()).total == 64
 
 
