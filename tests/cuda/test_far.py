@@ -18,6 +18,7 @@ from helpers.cuda import make_virtual_backend
 from helpers.oracle import oracle_attention
 from pagedkv.compute.backend import AttentionBatch, AttentionParams, Rotation
 from pagedkv.compute.cuda.array import DeviceArray
+from pagedkv.compute.cuda.attention import _Launch
 from pagedkv.compute.cuda.backend import CudaBackend
 from pagedkv.compute.cuda.kernels import choose_attention, plain_variant, rope_write_variant, write_variant
 from pagedkv.compute.layout import KvLayout
@@ -356,9 +357,10 @@ def test_kn01_queries_and_outputs_beyond_32_bits(kernel):
         queries = far_array(backend, case.queries.reshape(-1), (total, 4, 64))
         outputs = far_array(backend, np.zeros(num_queries * 256, np.float32), (2, total, 4, 64))
         lses = far_array(backend, np.zeros(num_queries * 4, np.float32), (2, total, 4))
-        arrays = (backend.from_host(np.zeros((1, 2), np.int32)), outputs, lses)
+        tiles = backend.from_host(np.zeros((1, 2), np.int32))
+        launch = _Launch(variant, (1, 2, 2), total, tiles, backend.from_host(starts), None)
         driver.config.last_ctas = 2
-        backend._launch_attend(variant, (1, 2, 2), 0, queries, batch, AttentionParams(), arrays)
+        backend._launch_attend(launch, 0, queries, batch, AttentionParams(), (outputs, lses))
         backend.device.driver.call("cuStreamSynchronize", backend.device.streams.compute)
         return read_tail(backend, outputs, num_queries * 256)
 
