@@ -66,20 +66,20 @@ def make_messages() -> Iterator[Message]:
     names = [f"sequence-{at}" for at in range(1_000_000)]
     ids = np.arange(8_000_000, dtype=np.int32) & 127
     slopes = cache.AttentionOptions(alibi_slopes=np.ones(4_000_000, np.float32))
-    rows = _tensor(60 * 2**20, NUM_KV_HEADS)
-    half = _tensor(30 * 2**20, NUM_KV_HEADS)
+    rows = _tensor(31 * 2**20, NUM_KV_HEADS)
+    half = _tensor(15 * 2**20, NUM_KV_HEADS)
     attended = _tensor(30 * 2**20, NUM_HEADS)
     text = "word " * (8 * 2**20 // 5)
     requests = {
         "Allocate, 8M token ids": cache.AllocateRequest(sequence_id="a", token_ids=ids),
         "Allocate, 30 MB request id": cache.AllocateRequest(sequence_id="a", request_id="x" * 30_000_000),
-        "Allocate, 60 MB salt": cache.AllocateRequest(sequence_id="a", salt=bytes(60_000_000)),
-        "Allocate, 60 MB sequence id": cache.AllocateRequest(sequence_id="\u20ac" * 20_000_000),
+        "Allocate, 33 MB salt": cache.AllocateRequest(sequence_id="a", salt=bytes(33_000_000)),
+        "Allocate, 33 MB sequence id": cache.AllocateRequest(sequence_id="\u20ac" * 11_000_000),
         "Free, 1M ids": cache.FreeRequest(sequence_ids=names),
-        "Free, 30M empty ids": cache.FreeRequest(sequence_ids=[""] * 30_000_000),
+        "Free, 16M empty ids": cache.FreeRequest(sequence_ids=[""] * 16_000_000),
         "SwapOut, 1M ids": cache.SwapOutRequest(sequence_ids=names),
-        "Append, 2 x 30 MiB of rows": cache.AppendRequest(sequence_id="rows", keys=half, values=half, layer=0),
-        "Append, 60 MiB of keys": cache.AppendRequest(sequence_id="rows", keys=rows, layer=0),
+        "Append, 2 x 15 MiB of rows": cache.AppendRequest(sequence_id="rows", keys=half, values=half, layer=0),
+        "Append, 31 MiB of keys": cache.AppendRequest(sequence_id="rows", keys=rows, layer=0),
         "Append, 4M token ids": cache.AppendRequest(sequence_id="rows", layer=0, token_ids=ids[:4_000_000]),
         "Append, shape of 4M extents": cache.AppendRequest(
             sequence_id="rows", keys=tensor_pb2.Tensor(shape=ids[:4_000_000])
@@ -94,8 +94,8 @@ def make_messages() -> Iterator[Message]:
             query_lengths=[attended.shape[0]],
             options=cache.AttentionOptions(window=1),
         ),
-        "ListSequences, 60 MB page token": cache.ListSequencesRequest(page_token="1" * 60_000_000),
-        "GetSequence, 60 MB id": cache.GetSequenceRequest(sequence_id="x" * 60_000_000),
+        "ListSequences, 33 MB page token": cache.ListSequencesRequest(page_token="1" * 33_000_000),
+        "GetSequence, 33 MB id": cache.GetSequenceRequest(sequence_id="x" * 33_000_000),
         "Tokenize, 8 MB": generation.TokenizeRequest(text=text),
         "Detokenize, 8M token ids": generation.DetokenizeRequest(token_ids=ids),
         "Generate, 8 MB of text": generation.GenerateRequest(text=generation.TextPrompt(text=text)),
@@ -112,9 +112,10 @@ def make_messages() -> Iterator[Message]:
         service = "KvCache" if request.DESCRIPTOR.file is kv_cache_pb2.DESCRIPTOR else "Generation"
         method = f"/pagedkv.v1.{service}/{type(request).__name__.removesuffix('Request')}"
         yield Message(name, method, request.SerializeToString())
-    yield Message("Allocate, 20M unknown fields", "/pagedkv.v1.KvCache/Allocate", b"\xf8\x07\x01" * 20_000_000)
-    yield Message("Append, 30M empty tensors", "/pagedkv.v1.KvCache/Append", b"\x12\x00" * 30_000_000)
-    yield Message("Free, 60 MB of zeros", "/pagedkv.v1.KvCache/Free", bytes(60_000_000))
+    yield Message("Allocate, 11M unknown fields", "/pagedkv.v1.KvCache/Allocate", b"\xf8\x07\x01" * 11_000_000)
+    yield Message("Append, 16M empty tensors", "/pagedkv.v1.KvCache/Append", b"\x12\x00" * 16_000_000)
+    yield Message("Free, 33 MB of zeros", "/pagedkv.v1.KvCache/Free", bytes(33_000_000))
+    yield Message("Free, 60 MB, beyond the limit", "/pagedkv.v1.KvCache/Free", bytes(60_000_000))
 
 
 def _tensor(num_bytes: int, num_heads: int) -> tensor_pb2.Tensor:
@@ -137,8 +138,8 @@ def main(argv: Sequence[str]) -> int:
     if options.probe:
         return probe(options.probe)
     with tempfile.TemporaryDirectory() as directory:
-        model = make_tiny_model(Path(directory))
-        arguments = ("serve", str(model), "--blocks", "12288", "--max-model-len", "131072", "--backend", "cpu")
+        model = make_tiny_model(Path(directory), overrides={"llama.context_length": 131_072})
+        arguments = ("serve", str(model), "--blocks", "12288", "--backend", "cpu")
         with ServiceProcess(*arguments) as service:
             figures = bench(service.address, options.rounds, options.only)
     print_table("Waits of another client, milliseconds", COLUMNS, [row(figure) for figure in figures])

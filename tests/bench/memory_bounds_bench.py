@@ -26,7 +26,7 @@ NUM_HEADS, HEAD_DIM = 8, 64
 COLUMNS = ("load", "before, MiB", "peak", "after", "bound of the growth", "answers")
 SETTLE_SECONDS, SAMPLE_SECONDS, CALL_SECONDS = 2.0, 0.005, 300.0
 OPTIONS = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))
-MESSAGE_BYTES, INFLIGHT_BYTES, SEQUENCE_BYTES, MAX_SEQUENCES = 64 * 2**20, 256 * 2**20, 2_048, 16_384
+MESSAGE_BYTES, INFLIGHT_BYTES, SEQUENCE_BYTES, MAX_SEQUENCES = 32 * 2**20, 256 * 2**20, 2_048, 16_384
 KEPT_BYTES = 256 * 2**20  # by the C library before it is told to give memory back
 # eight messages of a connection being received, one of them copied, and those that count as in flight
 RECEIVED_BYTES = 8 * MESSAGE_BYTES + 3 * MESSAGE_BYTES + INFLIGHT_BYTES + KEPT_BYTES

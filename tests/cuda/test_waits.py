@@ -108,7 +108,6 @@ def test_what_passes_the_staging_limit_arrives_and_may_be_changed_at_once(schedu
     driver.assert_clean()
 
 
-@pytest.mark.xfail(reason="copies from pageable memory are not awaited", strict=False)
 def test_a_device_that_reads_pageable_memory_late_is_waited_for(monkeypatch):
     monkeypatch.setattr(device_module, "STAGING_LIMIT", 0)
     backend, driver = make_virtual_backend(make_layout(num_blocks=2))

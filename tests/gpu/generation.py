@@ -69,6 +69,10 @@ class RandomWeights:
             name: TensorEntry(name, "F16", shape, 0, 2 * int(np.prod(shape))) for name, shape in shapes.items()
         }
 
+    def path_of(self, name: str) -> Path:
+        """Return what stands for the file in errors."""
+        return Path("random")
+
     def weight(self, name: str) -> WeightData:
         """Return a matrix of variance 1 / columns, or a vector of ones."""
         shape = self.tensors[name].shape
@@ -83,6 +87,10 @@ class OneCharacterTokens:
     def token_bytes(self, token_id: int) -> bytes:
         """Return a letter for every token."""
         return b"x"
+
+    def special_text(self, token_id: int) -> str:
+        """Return "": no token is a control token."""
+        return ""
 
 
 def measure(tiny: bool, options: dict[str, Any], model: Path | None = None) -> dict[str, Any]:

@@ -57,7 +57,7 @@ class AsyncClient:
     Other event loops, such as trio's, are not supported: use Client in a thread.
     """
 
-    def __init__(self, target: str, *, timeout: float | None = None, max_message_bytes: int = 64 * 2**20) -> None:
+    def __init__(self, target: str, *, timeout: float | None = None, max_message_bytes: int = 32 * 2**20) -> None:
         self._target = check_target(target)
         self._timeout = optional(seconds, "timeout", timeout)
         limit = integer("max_message_bytes", max_message_bytes, 1, INT32_MAX)

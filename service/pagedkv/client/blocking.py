@@ -59,7 +59,7 @@ class Client:
     Threads may share it. A process that was forked from its own may not.
     """
 
-    def __init__(self, target: str, *, timeout: float | None = None, max_message_bytes: int = 64 * 2**20) -> None:
+    def __init__(self, target: str, *, timeout: float | None = None, max_message_bytes: int = 32 * 2**20) -> None:
         self._process = os.getpid()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="pagedkv-client", daemon=True)

@@ -48,7 +48,7 @@ class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 50051
     insecure: bool = False
-    max_message_bytes: int = 64 * 2**20
+    max_message_bytes: int = 32 * 2**20  # receiving 57 MiB held the loop for 60 to 85 ms, 30 MiB for 40
     max_inflight_bytes: int = 256 * 2**20
     max_streams: int = 4096
     max_watches: int = 1024

@@ -37,7 +37,7 @@ class KvCacheStub:
 
     Limits, refused with INVALID_ARGUMENT and the field, limit and value: a request is at most 2 MiB besides its
     tensors' elements; one with tensors that is larger than 64 KiB has at most 16,384 fields (a packed repeated field is
-    one). With its elements it is at most the server's message size, 64 MiB unless configured, as is every answer. Over
+    one). With its elements it is at most the server's message size, 32 MiB unless configured, as is every answer. Over
     all clients, refused with RESOURCE_EXHAUSTED (QUOTA_EXCEEDED, RetryInfo) and the same figures: max_inflight_bytes
     (256 MiB) of requests that are not answered yet, each counting 16 KiB besides its own, of which large ones leave an
     eighth to those of up to 64 KiB; max_streams (4,096) open streams; max_sequences (16,384) live sequences;
@@ -134,7 +134,7 @@ class KvCacheServicer:
 
     Limits, refused with INVALID_ARGUMENT and the field, limit and value: a request is at most 2 MiB besides its
     tensors' elements; one with tensors that is larger than 64 KiB has at most 16,384 fields (a packed repeated field is
-    one). With its elements it is at most the server's message size, 64 MiB unless configured, as is every answer. Over
+    one). With its elements it is at most the server's message size, 32 MiB unless configured, as is every answer. Over
     all clients, refused with RESOURCE_EXHAUSTED (QUOTA_EXCEEDED, RetryInfo) and the same figures: max_inflight_bytes
     (256 MiB) of requests that are not answered yet, each counting 16 KiB besides its own, of which large ones leave an
     eighth to those of up to 64 KiB; max_streams (4,096) open streams; max_sequences (16,384) live sequences;
@@ -338,7 +338,7 @@ class KvCache:
 
     Limits, refused with INVALID_ARGUMENT and the field, limit and value: a request is at most 2 MiB besides its
     tensors' elements; one with tensors that is larger than 64 KiB has at most 16,384 fields (a packed repeated field is
-    one). With its elements it is at most the server's message size, 64 MiB unless configured, as is every answer. Over
+    one). With its elements it is at most the server's message size, 32 MiB unless configured, as is every answer. Over
     all clients, refused with RESOURCE_EXHAUSTED (QUOTA_EXCEEDED, RetryInfo) and the same figures: max_inflight_bytes
     (256 MiB) of requests that are not answered yet, each counting 16 KiB besides its own, of which large ones leave an
     eighth to those of up to 64 KiB; max_streams (4,096) open streams; max_sequences (16,384) live sequences;

@@ -67,8 +67,10 @@ class Tree:
     def close(self) -> None:
         """End the warm process."""
         assert self._warm.stdin is not None
+        assert self._warm.stdout is not None
         self._warm.stdin.close()
         self._warm.wait()
+        self._warm.stdout.close()
 
     def __enter__(self) -> Tree:
         return self
